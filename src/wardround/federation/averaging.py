@@ -1,0 +1,41 @@
+"""Averages over clients, one reply at a time, so that memory does not grow with the number of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class WeightedMean:
+    """The weighted mean of dictionaries of tensors, accumulated in float64 in the order in which they are added.
+
+    Integer entries (batch-norm counters) cannot be averaged; the largest is kept.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._like: dict[str, torch.dtype] = {}
+
+    def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Count `tensors` with `weight` (>= 0; 0 adds nothing). Later dictionaries must have the same names."""
+        if weight <= 0:
+            return
+        self.total += weight
+        for name, tensor in tensors.items():
+            if name not in self._sums:
+                self._like[name] = tensor.dtype
+                self._sums[name] = tensor.double() * weight if tensor.is_floating_point() else tensor.clone()
+            elif tensor.is_floating_point():
+                self._sums[name].add_(tensor, alpha=weight)
+            else:
+                torch.maximum(self._sums[name], tensor, out=self._sums[name])
+
+    def result(self) -> dict[str, Tensor]:
+        """The mean, in the types of the first dictionary; empty when nothing was added."""
+        return {
+            name: (value / self.total).to(self._like[name]) if value.is_floating_point() else value.clone()
+            for name, value in self._sums.items()
+        }

@@ -1,0 +1,181 @@
+"""The only round loop there is. It knows no method by name and no transport by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from wardround import seeds
+from wardround.errors import RunError
+from wardround.federation.checkpoints import Checkpoints
+from wardround.federation.messages import Message
+from wardround.federation.observers import Observer
+from wardround.federation.server import Reply, Server, ServerHalf
+from wardround.federation.transport import Refused, Transport
+from wardround.options import Options
+
+EVALUATE = "evaluate"
+
+
+class RoundOptions(Options):
+    """The `[federation]` section: who takes part, what counts as a round, when to evaluate and to save."""
+
+    participation: float = Field(1.0, gt=0, le=1, description="share of the clients drawn for each round")
+    quorum: float = Field(0.5, gt=0, le=1, description="share of a round's clients that must give a usable answer")
+    deadline: float | None = Field(None, gt=0, description="seconds until a client that has not answered is late")
+    evaluate_every: int = Field(1, ge=1, description="evaluate in every n-th round, and always in the last")
+    evaluate_server: bool = Field(True, description="evaluate the server's model too, not the personal ones alone")
+    checkpoint_every: int = Field(1, ge=1, description="save in every n-th round, and always in the last")
+
+
+@dataclass
+class RoundLoop:
+    """Runs a method's rounds over a transport.
+
+    Attributes:
+        method: the server half.
+        server: where the run stands; `server.round` is the last complete round.
+        transport: carries the messages.
+        clients: all client names, in the order in which replies are combined.
+        rounds: how many rounds the run has.
+        options: see `RoundOptions`.
+        seed: for drawing participants.
+        checkpoints: None to save nothing.
+        observers: told of every event.
+    """
+
+    method: ServerHalf
+    server: Server
+    transport: Transport
+    clients: Sequence[str]
+    rounds: int
+    options: RoundOptions
+    seed: int
+    checkpoints: Checkpoints | None = None
+    observers: Sequence[Observer] = ()
+    best: tuple[int, float] | None = None
+
+    def run(self) -> None:
+        """Do the rounds that are left, then evaluate the server's final model at every client.
+
+        Raises:
+            RunError: a round lost its quorum, a worker died or a checkpoint could not be written.
+        """
+        while self.server.round < self.rounds:
+            self._round(self.server.round + 1)
+        if self.options.evaluate_server:
+            self._evaluate_server()
+
+    def participants(self, round: int) -> list[str]:
+        """The clients of `round`, drawn without replacement, in their fixed order."""
+        size = max(1, math.floor(self.options.participation * len(self.clients) + 0.5))
+        stream = seeds.numpy_stream(self.seed, "participation", round)
+        chosen = sorted(stream.choice(len(self.clients), size=size, replace=False))
+        return [self.clients[i] for i in chosen]
+
+    def evaluates(self, round: int) -> bool:
+        """Whether the models of `round` are evaluated."""
+        return round == self.rounds or (round > 0 and round % self.options.evaluate_every == 0)
+
+    def _round(self, round: int) -> None:
+        clients = self.participants(round)
+        self.server.log = {}
+        self._tell("round_started", round, clients)
+        phases = self.method.phases(round)
+        scores: list[float] = []
+        for number, phase in enumerate(phases):
+            scalars = self._instructions(round, phase, last=number == len(phases) - 1)
+            replies = self._exchange(round, phase, clients, scalars, scores)
+            self.method.combine(self.server, phase, replies)
+        self.server.round = round
+        if scores and (self.best is None or sum(scores) / len(scores) > self.best[1]):
+            self.best = (round, sum(scores) / len(scores))
+        self._tell("round_ended", round, self.server)
+        self._save(round)
+
+    def _instructions(self, round: int, phase: str, last: bool) -> dict[str, Any]:
+        """The scalars that tell a client what to do beside the method's own work."""
+        return {
+            "round": round,
+            "phase": phase,
+            "evaluate_received": self.options.evaluate_server and last and self.evaluates(round - 1),
+            "evaluate_personal": last and self.evaluates(round),
+            "checkpoint": last and self._saves(round),
+            "final": last and round == self.rounds,
+        }
+
+    def _exchange(
+        self, round: int, phase: str, clients: Sequence[str], scalars: Mapping[str, Any], scores: list[float]
+    ) -> Iterator[Reply]:
+        """Send, and yield the usable replies; the quorum is checked before the last one has been folded in."""
+        usable = 0
+        reasons = []
+        messages = self._messages(phase, clients, scalars)
+        schema = self.method.reply_schema(phase)
+        for client, answer in self.transport.exchange(messages, schema, self.options.deadline):
+            self._tell("answered", round, phase, client, answer)
+            if isinstance(answer, Refused):
+                reasons.append(f"{client}: {answer.reason}")
+                continue
+            usable += 1
+            scores.extend(_validation_score(answer))
+            yield Reply(client, answer)
+        self._tell("traffic", round, phase, self.transport.ledger.take())
+        needed = math.ceil(self.options.quorum * len(clients))
+        if usable < needed:
+            raise RunError(
+                f"round {round}: {usable} of {len(clients)} clients gave a usable answer, the quorum is {needed}. "
+                + "; ".join(reasons)
+            )
+        self._tell("combining", round, phase)
+
+    def _messages(self, phase: str, clients: Sequence[str], scalars: Mapping[str, Any]) -> dict[str, Message]:
+        if self.method.individual:
+            return {name: Message(self.method.outgoing(self.server, name, phase), scalars) for name in clients}
+        return dict.fromkeys(clients, Message(self.method.outgoing(self.server, "", phase), scalars))
+
+    def _evaluate_server(self) -> None:
+        scalars = {"round": self.server.round, "phase": EVALUATE, "evaluate_received": True, "final": True}
+        messages = self._messages(EVALUATE, self.clients, scalars)
+        for client, answer in self.transport.exchange(messages, {}, self.options.deadline):
+            self._tell("answered", self.server.round, EVALUATE, client, answer)
+        self._tell("traffic", self.server.round, EVALUATE, self.transport.ledger.take())
+
+    def _saves(self, round: int) -> bool:
+        if self.checkpoints is None:
+            return False
+        return round == self.rounds or round % self.options.checkpoint_every == 0
+
+    def _save(self, round: int) -> None:
+        if self.checkpoints is not None and self._saves(round):
+            self._tell("checkpointing", round)
+            best, score = self.best or (None, None)
+            self.checkpoints.commit(self.server, self.clients, best=best, best_score=score)
+            self._tell("checkpointed", round)
+
+    def _tell(
+        self,
+        event: Literal[
+            "round_started",
+            "answered",
+            "combining",
+            "round_ended",
+            "traffic",
+            "checkpointing",
+            "checkpointed",
+        ],
+        *details: Any,
+    ) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*details)
+
+
+def _validation_score(answer: Message) -> list[float]:
+    """The personal model's balanced accuracy on validation images, if there are any: it picks the best round."""
+    personal = answer.scalars.get("personal") or {}
+    score = (personal.get("val") or {}).get("balanced_accuracy")
+    return [score] if isinstance(score, (int, float)) and math.isfinite(score) else []

@@ -1,0 +1,72 @@
+"""Where a client's own state lives between rounds: in memory up to a stated budget, on disk beyond it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+import safetensors.torch
+from torch import Tensor
+
+from wardround.federation.files import write_atomically
+
+
+def file_name(client: str) -> str:
+    """A file name for `client`, unique and safe whatever characters its name holds.
+
+    >>> file_name("St. Mary's / A")
+    'client-St.%20Mary%27s%20%2F%20A.safetensors'
+    """
+    return f"client-{quote(client, safe='')}.safetensors"
+
+
+class ClientStore:
+    """Local state of many clients, least recently used first to leave the memory.
+
+    Args:
+        folder: where states beyond the budget are kept; made when first needed.
+        budget: bytes of state that may stay in memory.
+    """
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.folder = folder
+        self.budget = budget
+        self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, client: str) -> dict[str, Tensor]:
+        """The state of `client`; empty before its first `put`."""
+        if client in self._memory:
+            self._memory.move_to_end(client)
+            return self._memory[client]
+        file = self.folder / file_name(client)
+        return safetensors.torch.load_file(file) if file.exists() else {}
+
+    def put(self, client: str, state: Mapping[str, Tensor]) -> None:
+        """Replace the state of `client` by a copy of `state`."""
+        self._forget(client)
+        self._memory[client] = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self._bytes += _size(state)
+        while self._bytes > self.budget and self._memory:
+            self._spill(next(iter(self._memory)))
+
+    def save(self, client: str, folder: Path, extra: Mapping[str, Tensor]) -> None:
+        """Write the state of `client`, and `extra` beside it, to `folder` for a checkpoint."""
+        state = {**self.get(client), **extra}
+        if state:
+            write_atomically(folder / file_name(client), safetensors.torch.save(state))
+
+    def _forget(self, client: str) -> None:
+        if client in self._memory:
+            self._bytes -= _size(self._memory.pop(client))
+
+    def _spill(self, client: str) -> None:
+        frame = safetensors.torch.save(self._memory[client])
+        write_atomically(self.folder / file_name(client), frame, durable=False)
+        self._forget(client)
+
+
+def _size(state: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
