@@ -1,0 +1,22 @@
+"""The order in which a client sees its images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Index batches `(B,)` that visit each of `count` images once, in an order drawn from `generator`.
+
+    Nothing is dropped. A last batch of one image, on which batch normalisation cannot compute a variance, joins the
+    batch before it; a client with one image gets that one.
+    """
+    order = torch.randperm(count, generator=generator)
+    starts = list(range(0, count, size))
+    if len(starts) > 1 and count - starts[-1] == 1:
+        starts.pop()
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
+        yield order[start:end]

@@ -1,0 +1,147 @@
+"""The cache of frozen-block outputs: in memory up to a budget, in mapped files beyond it, shared between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wardround import seeds
+from wardround.data import Samples
+from wardround.federation.files import write_atomically
+from wardround.models.classifier import Classifier
+from wardround.training.inputs import PREFIX_BATCH, CachedInputs, ImageInputs, Inputs, prefix_outputs
+from wardround.training.options import TrainingOptions
+
+# NumPy has no bfloat16: its bits are kept as int16.
+_FILE_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.bfloat16: np.int16}
+
+
+@dataclass
+class PrefixCache:
+    """Makes `Inputs` for any split, from the cache where possible.
+
+    Attributes:
+        model: its frozen blocks are what is cached.
+        options: `cache`, `cache_type`, `augment_views`.
+        size: side of the images that the network sees, in pixels.
+        policy: name of the augmentation of training images.
+        seed: decides the augmented views.
+        device: where batches are needed.
+        budget: bytes of cached outputs that may stay in memory.
+        folder: where files go; None keeps everything in memory.
+    """
+
+    model: Classifier
+    options: TrainingOptions
+    size: int
+    policy: str
+    seed: int
+    device: torch.device
+    budget: int
+    folder: Path | None
+    _weights: str = ""
+
+    def inputs(self, client: str, samples: Samples, training: bool) -> Inputs:
+        """Inputs for `samples`: a training split (augmented as configured) or one to evaluate on."""
+        augmented = training and self.policy != "none"
+        images = ImageInputs(self.model, samples, self.size, self.policy, self.device)
+        views = self.options.augment_views if augmented else 1
+        if not self.options.cache or not len(self.model.frozen) or views == 0 or len(samples) == 0:
+            return images if augmented else ImageInputs(self.model, samples, self.size, "none", self.device)
+        parts = [self._view(client, images, view if augmented else None) for view in range(views)]
+        return CachedInputs(torch.stack(parts) if views > 1 else parts[0][None], self.device)
+
+    def _view(self, client: str, images: ImageInputs, view: int | None) -> Tensor:
+        """Outputs `(N, ...)` for one view: from a file when one has them, else computed and kept in one."""
+        if self.folder is None:
+            return self._compute(client, images, view)
+        file = self.folder / "prefix" / f"{self._key(client, images, view)}.npy"
+        kept = _load(file)
+        if kept is None:
+            computed = self._compute(client, images, view)
+            kept = _load(file) if _save(file, computed) else None
+            if kept is None:
+                return computed
+        if kept.nbytes <= self.budget:
+            self.budget -= kept.nbytes
+            kept = np.array(kept)
+        tensor = torch.from_numpy(kept)
+        return tensor.view(self._dtype) if tensor.dtype != self._dtype else tensor
+
+    def _compute(self, client: str, images: ImageInputs, view: int | None) -> Tensor:
+        stream = None if view is None else seeds.numpy_stream(self.seed, "view", view, client)
+        return prefix_outputs(images, stream, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.options.cache_type)
+        return dtype
+
+    def _key(self, client: str, images: ImageInputs, view: int | None) -> str:
+        """A digest of all that the outputs depend on: weights, images, size, type, library, augmentation."""
+        if not self._weights:
+            self._weights = _weights_digest(self.model.frozen)
+        frozen_layout = "channels_last" if _is_channels_last(self.model.frozen) else "contiguous"
+        parts = [
+            self._weights,
+            _images_digest(images.samples),
+            self.size,
+            self.options.cache_type,
+            PREFIX_BATCH,
+        ]
+        parts += [
+            self.model.normalise.scale.tolist(),
+            self.model.normalise.shift.tolist(),
+            torch.__version__,
+            self.device.type,
+            frozen_layout,
+        ]
+        if view is not None:
+            parts += [images.policy, view, self.seed, client]
+        return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _weights_digest(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256(str(module).encode())
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _images_digest(samples: Samples) -> str:
+    digest = hashlib.sha256(str(samples.images.shape).encode())
+    digest.update(np.ascontiguousarray(samples.images))
+    return digest.hexdigest()
+
+
+def _is_channels_last(module: torch.nn.Module) -> bool:
+    weights = [p for p in module.parameters() if p.dim() == 4]
+    return any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+
+
+def _load(file: Path) -> np.ndarray | None:
+    """The array in `file`, mapped so that writing to it would not reach the file; None if unreadable."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        array: np.ndarray = np.load(file, mmap_mode="c")
+        return array
+    return None
+
+
+def _save(file: Path, tensor: Tensor) -> bool:
+    """Keep `tensor` in `file`; False when the disk does not let us, which costs time but no result."""
+    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    buffer = io.BytesIO()
+    np.save(buffer, array.numpy())
+    try:
+        write_atomically(file, buffer.getvalue(), durable=False)
+    except OSError:
+        return False
+    return True

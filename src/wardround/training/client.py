@@ -1,0 +1,128 @@
+"""One client while it answers a message: its model, data, memory and streams. Methods work on this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wardround import seeds
+from wardround.models.classifier import Classifier
+from wardround.training.batches import shuffled_batches
+from wardround.training.inputs import Inputs
+from wardround.training.losses import TaskLoss, task_loss
+from wardround.training.options import TrainingOptions
+
+
+@dataclass
+class Client:
+    """What a method sees of one client in one round.
+
+    Attributes:
+        name: the client's name.
+        round: counted from 1.
+        seed: the experiment's seed.
+        model: holds the received shared state and the client's own local state; training changes it in place.
+        inputs: the training inputs.
+        labels: their labels, int64 `(N,)`.
+        counts: training images per class, `(C,)`, of the whole training split.
+        options: the `[training]` section.
+        received: tensors that the server sent besides the shared state, by name.
+        memory: tensors that the method keeps at this client between rounds; they never travel.
+        log: numbers for the report, sent with the reply.
+        scratch: whatever the method needs until the end of this round.
+    """
+
+    name: str
+    round: int
+    seed: int
+    model: Classifier
+    inputs: Inputs
+    labels: Tensor
+    counts: Tensor
+    options: TrainingOptions
+    received: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    log: dict[str, float] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def task_loss(self) -> TaskLoss:
+        """`(logits (B, C), labels (B,)) -> scalar`, with class weights from this client's own labels."""
+        return task_loss(self.options, self.counts.to(self.device))
+
+    def steps(self, epochs: int, purpose: str = "batches") -> Iterator[Step]:
+        """The steps of `epochs` passes over the training images, the same whichever worker takes them.
+
+        Args:
+            epochs: how many passes.
+            purpose: another word gives another order, for a method that passes more than once a round.
+        """
+        order = seeds.torch_stream(self.seed, purpose, self.round, self.name)
+        augmentation = seeds.numpy_stream(self.seed, f"augment {purpose}", self.round, self.name)
+        number = 0
+        for _ in range(epochs):
+            for rows in shuffled_batches(len(self), self.options.batch_size, order):
+                inputs = self.inputs.batch(rows, augmentation)
+                yield Step(self, number, inputs, self.labels[rows].to(self.device))
+                number += 1
+
+    def rate(self, lr: float) -> float:
+        """The learning rate `lr` after this round's decay."""
+        return lr * self.options.lr_decay ** (self.round - 1)
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """A new optimiser as configured, for parameter groups as torch takes them."""
+        options, fused = self.options, self.device.type in ("cpu", "cuda")
+        common = {"lr": self.rate(options.lr), "weight_decay": options.weight_decay, "fused": fused}
+        if options.optimizer == "sgd":
+            return torch.optim.SGD(groups, momentum=options.momentum, **common)
+        return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(groups, **common)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """The precision in which the trained blocks compute."""
+        if self.options.precision == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+
+@dataclass
+class Step:
+    """One batch of local training.
+
+    Attributes:
+        client: whose batch it is.
+        number: counted from 0 in this round.
+        inputs: `(B, ...)`, outputs of the frozen blocks.
+        labels: int64 `(B,)`.
+    """
+
+    client: Client
+    number: int
+    inputs: Tensor
+    labels: Tensor
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The model's logits `(B, C)`, float32, computed when first asked for."""
+        with self.client.arithmetic():
+            logits: Tensor = self.client.model(self.inputs)
+        return logits.float()
+
+    @property
+    def task_loss(self) -> Tensor:
+        """The task loss of this batch, a scalar."""
+        return self.client.task_loss(self.logits, self.labels)

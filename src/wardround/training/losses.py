@@ -1,0 +1,60 @@
+"""Task losses, and the class weights that a client computes from its own labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wardround.training.options import ClassWeights, TrainingOptions
+
+TaskLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def class_weights(counts: Tensor, kind: ClassWeights, clip: float | None = None) -> Tensor:
+    """Weights `alpha_c` for label counts `n_c`, shape `(C,)`. An absent class weighs 0, never N/0.
+
+    `raw` is N/n_c (as FLamby's baseline on pooled data), `balanced` is N/(C_present n_c), `mean1` is `raw` divided
+    by its mean over the classes present, `none` is 1 for every class.
+
+    >>> class_weights(torch.tensor([3, 1, 0]), "balanced")
+    tensor([0.6667, 2.0000, 0.0000])
+    """
+    if kind == "none":
+        return torch.ones(len(counts))
+    present = counts > 0
+    raw = torch.where(present, counts.sum() / counts.clamp(min=1), 0.0)
+    if kind == "balanced":
+        raw = raw / present.sum().clamp(min=1)
+    elif kind == "mean1":
+        raw = raw * present.sum() / raw.sum().clamp(min=1e-12)
+    return raw if clip is None else raw.clamp(max=clip)
+
+
+def focal_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
+    """`mean_i -alpha_y (1 - p_y)^gamma log p_y` over logits `(B, C)` (Lin et al., ICCV 2017; plain batch mean)."""
+    log_p = functional.log_softmax(logits, dim=1).gather(1, labels[:, None]).squeeze(1)
+    return (-weights[labels] * (1 - log_p.exp()).clamp(min=0) ** gamma * log_p).mean()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """`mean_i -alpha_y log p_y`: unlike torch's weighted mean it does not divide by the batch's own weights."""
+    return (weights[labels] * functional.cross_entropy(logits, labels, reduction="none")).mean()
+
+
+def balanced_softmax(logits: Tensor, labels: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+    """Cross-entropy of `z + log n_c` (Ren et al., NeurIPS 2020). A class absent at this client takes no part."""
+    shift = torch.where(counts > 0, counts.clamp(min=1).log(), torch.finfo(logits.dtype).min / 2)
+    return cross_entropy(logits + shift, labels, weights)
+
+
+def task_loss(options: TrainingOptions, counts: Tensor) -> TaskLoss:
+    """The loss `(logits (B, C), labels (B,)) -> scalar` for a client with label counts `(C,)`."""
+    weights = class_weights(counts, options.class_weights, options.class_weight_clip)
+    if options.loss == "focal":
+        return lambda logits, labels: focal_loss(logits, labels, weights, options.focal_gamma)
+    if options.loss == "balanced-softmax":
+        return lambda logits, labels: balanced_softmax(logits, labels, counts, weights)
+    return lambda logits, labels: cross_entropy(logits, labels, weights)
