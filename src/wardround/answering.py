@@ -1,0 +1,214 @@
+"""The client half of a federation: one function that answers a message, whatever carried it.
+
+A worker keeps one model and lends it to its clients in turn. A client is what is loaded into it: the received shared
+state, the client's own local state, its images and its streams.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wardround.data import Federation, Samples, SplitName
+from wardround.evaluation.metrics import evaluate_probabilities, softmax
+from wardround.evaluation.predictions import write_predictions
+from wardround.federation.codecs import Codec
+from wardround.federation.messages import BadMessage, Message, Spec, check, named
+from wardround.federation.rounds import EVALUATE
+from wardround.federation.rules import Owner
+from wardround.federation.store import ClientStore
+from wardround.methods.base import Method, ServerSide
+from wardround.models.classifier import Classifier
+from wardround.models.logit_corrector import LogitCorrector
+from wardround.training.cache import PrefixCache
+from wardround.training.client import Client
+from wardround.training.inputs import Inputs
+from wardround.training.options import TrainingOptions
+
+EVALUATION_BATCH = 256
+STATE, MEMORY, PERSONAL = "state", "memory", "personal"  # name spaces of a client's stored tensors
+
+
+class Answerer:
+    """Answers for every client of a federation, one at a time.
+
+    Args:
+        method: its client half is used.
+        model: the edited model; its present local entries are every client's start.
+        federation: the images.
+        options: the `[training]` section.
+        image_size: side of the images, in pixels.
+        cache: makes the inputs.
+        store: the clients' local state.
+        codec: how frames are coded.
+        seed: the experiment's seed.
+        folder: the run's folder, for predictions and checkpoints; None writes nothing.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        model: Classifier,
+        federation: Federation,
+        options: TrainingOptions,
+        image_size: int,
+        cache: PrefixCache,
+        store: ClientStore,
+        codec: Codec,
+        seed: int,
+        folder: Path | None,
+    ) -> None:
+        self.method, self.model, self.federation, self.options = method, model, federation, options
+        self.cache, self.store, self.codec, self.seed, self.folder = cache, store, codec, seed, folder
+        self.side = ServerSide(method, model, image_size)
+        self._entries = model.state_dict()  # views into the model: loading is copying into them
+        self._initial = self._copy(Owner.LOCAL)
+        self._inputs: dict[tuple[str, SplitName], Inputs] = {}
+        self._broadcast: tuple[bytes, Message] | None = None
+
+    def answer(self, client: str, frame: bytes) -> bytes:
+        """The reply's frame.
+
+        Raises:
+            BadMessage: the server's message is not what this client accepts.
+        """
+        return self.codec.encode(self.reply(client, self._decode(frame)))
+
+    def reply(self, name: str, message: Message) -> Message:
+        """Load the client, do what `message` asks, keep its local state, and say what may be said."""
+        client = self._load(name, message)
+        scalars: dict[str, Any] = {"examples": len(client)}
+        if message.scalars.get("evaluate_received") and self.side.initial_state:
+            scalars["received"] = self._evaluate(client, "received", final=message.scalars["phase"] == EVALUATE)
+        if message.scalars["phase"] == EVALUATE:
+            return Message({}, scalars)
+        started = time.perf_counter()
+        scalars["loss"] = _finite(self.method.train(client, message.scalars["phase"])) if len(client) else None
+        scalars["seconds"] = time.perf_counter() - started
+        tensors = self._outgoing(client)
+        self._keep(client)
+        if message.scalars.get("evaluate_personal"):
+            scalars["personal"] = self._evaluate(client, "personal", final=bool(message.scalars.get("final")))
+        scalars["log"] = {key: _finite(value) for key, value in client.log.items()}
+        if message.scalars.get("checkpoint"):
+            self._checkpoint(client, final=bool(message.scalars.get("final")))
+        return Message(tensors, scalars)
+
+    def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Start from the local states of a checkpoint."""
+        for client, state in states.items():
+            self.store.put(client, {n: t for n, t in state.items() if not n.startswith(PERSONAL + "/")})
+
+    def client_inputs(self, name: str, split: SplitName) -> Inputs:
+        """The inputs of one split, made when first asked for and kept while this object lives."""
+        if (name, split) not in self._inputs:
+            samples = self.federation.client(name).split(split)
+            self._inputs[name, split] = self.cache.inputs(name, samples, training=split == "train")
+        return self._inputs[name, split]
+
+    # ---- loading and keeping
+
+    def _decode(self, frame: bytes) -> Message:
+        if self._broadcast is None or self._broadcast[0] is not frame:
+            message = self.codec.decode(frame)
+            known = {n: Spec.of(t) for n, t in named(STATE, self.side.initial_state).items()}
+            targets = {
+                f"target/{n}": Spec(tuple(s), required=False) for n, s in self.method.target_shapes(self.side).items()
+            }
+            check(message, known | targets)
+            self._broadcast = (frame, message)
+        return self._broadcast[1]
+
+    def _load(self, name: str, message: Message) -> Client:
+        stored = self.store.get(name)
+        local = {n.removeprefix(STATE + "/"): t for n, t in stored.items() if n.startswith(STATE + "/")}
+        memory = {n.removeprefix(MEMORY + "/"): t for n, t in stored.items() if n.startswith(MEMORY + "/")}
+        with torch.no_grad():
+            for entry, tensor in ({**self._initial, **local} | message.under(STATE)).items():
+                self._entries[entry].copy_(tensor)
+        train = self.federation.client(name).train
+        counts = torch.from_numpy(train.counts(len(self.federation.classes)))
+        if isinstance(self.model.corrector, LogitCorrector):
+            self.model.corrector.set_counts(counts)
+        self.model.eval()
+        return Client(
+            name=name,
+            round=int(message.scalars["round"]),
+            seed=self.seed,
+            model=self.model,
+            inputs=self.client_inputs(name, "train"),
+            labels=torch.from_numpy(train.labels),
+            counts=counts,
+            options=self.options,
+            received=message.under("target"),
+            memory=memory,
+        )
+
+    def _copy(self, *owners: Owner) -> dict[str, Tensor]:
+        entries = self.side.rules.pick(self._entries, *owners)
+        return {name: tensor.detach().cpu().clone() for name, tensor in entries.items()}
+
+    def _outgoing(self, client: Client) -> dict[str, Tensor]:
+        """Shared state and statistics; a client without images sends zeros, which count for nothing."""
+        shared = self._copy(Owner.SHARED)
+        self.side.rules.refuse_private(shared)
+        found = self.method.statistics(client) if len(client) else {}
+        statistics = {
+            name: found[name].detach().cpu() if name in found else torch.zeros(tuple(shape))
+            for name, shape in self.side.statistic_shapes.items()
+        }
+        tensors = named(STATE, shared) | named("statistic", statistics)
+        try:
+            check(Message(tensors), self.side.reply_schema("train"))
+        except BadMessage as bad:
+            raise BadMessage(f"training went wrong: {bad}; a smaller training.lr may help") from bad
+        return tensors
+
+    def _keep(self, client: Client) -> None:
+        """Store local state and method memory, once the update has proved finite."""
+        local = self._copy(Owner.LOCAL)
+        self.store.put(client.name, named(STATE, local) | named(MEMORY, client.memory))
+
+    def _checkpoint(self, client: Client, final: bool) -> None:
+        if self.folder is not None:
+            personal = named(PERSONAL, self._copy(Owner.SHARED)) if final else {}
+            partial = self.folder / "checkpoints" / f"round-{client.round:04d}.partial"
+            self.store.save(client.name, partial, personal)
+
+    # ---- evaluation
+
+    def _evaluate(self, client: Client, which: str, final: bool) -> dict[str, Any]:
+        """Metrics on the client's validation and test images; predictions on the latter are kept when final."""
+        started = time.perf_counter()
+        scores: dict[str, Any] = {}
+        data = self.federation.client(client.name)
+        for split in ("val", "test"):
+            samples = data.split(split)
+            logits = self.logits(client, split, samples)
+            scores[split] = evaluate_probabilities(softmax(logits), samples.labels)
+            if final and split == "test" and self.folder is not None:
+                write_predictions(self.folder, client.name, samples.names, samples.labels, which, logits)
+        scores["seconds"] = time.perf_counter() - started
+        return scores
+
+    def logits(self, client: Client, split: SplitName, samples: Samples) -> np.ndarray:
+        """The personal model's logits `(N, C)`, float32, on one split."""
+        inputs = self.client_inputs(client.name, split)
+        client.model.eval()
+        parts = []
+        with torch.inference_mode(), client.arithmetic():
+            for rows in torch.arange(len(samples)).split(EVALUATION_BATCH) if len(samples) else ():
+                parts.append(self.method.predict(client, inputs.batch(rows, None)).float().cpu())
+        return torch.cat(parts).numpy() if parts else np.zeros((0, len(self.federation.classes)), np.float32)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: an undefined number is null."""
+    return value if math.isfinite(value) else None

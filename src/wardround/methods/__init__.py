@@ -1,0 +1,1 @@
+"""One file a system of the literature; `methods.registry` finds them by name."""

@@ -1,0 +1,221 @@
+"""The base of every method. Its defaults are federated averaging; a variant overrides only what differs.
+
+The hooks, by the question that each answers:
+
+| hook               | question                                                       | half   |
+|--------------------|----------------------------------------------------------------|--------|
+| `edit`             | what is changed in the model before the run?                    | both   |
+| `rules`            | whose is each entry of the model's state?                       | both   |
+| `statistic_shapes`, `target_shapes` | what travels besides state, up and down?        | both   |
+| `loss`             | what does a client minimise?                                    | client |
+| `parameters`       | which parameters train in this round?                           | client |
+| `optimizer`        | what steps do gradients become?                                 | client |
+| `backward`         | how do gradients come about?                                    | client |
+| `train`            | what is a round of local training?                              | client |
+| `statistics`       | which statistics does this client send?                         | client |
+| `predict`          | how is a prediction made?                                       | client |
+| `phases`           | which exchanges has a round?                                    | server |
+| `state_for`, `targets` | what does the server send?                                  | server |
+| `weight`, `digest`, `absorb` | how are replies averaged, and what follows?           | server |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from wardround.federation.averaging import WeightedMean
+from wardround.federation.messages import Schema, Spec, named
+from wardround.federation.rules import Owner, Rules
+from wardround.federation.server import Reply, Server
+from wardround.models.classifier import Classifier
+from wardround.options import Options
+from wardround.training.client import Client, Step
+from wardround.training.local import fit
+
+
+class Method(Options):
+    """What every method is made of; its defaults are federated averaging.
+
+    A method is its own frozen configuration: the keys of the `[method]` section are its fields. It keeps no state;
+    what lasts lives in `Server.memory`, `Client.memory` or the model.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    citation: ClassVar[str] = ""
+    skews: ClassVar[tuple[str, ...]] = ()
+    extra_cost: ClassVar[str] = "none"
+    individual: ClassVar[bool] = False
+
+    # ---- both halves -------------------------------------------------------------------------------------------
+
+    def edit(self, model: Classifier, image_size: int) -> None:
+        """Change `model` in place before the run: insert modules, replace layers. Default: nothing."""
+
+    def rules(self, model: Classifier) -> Rules:
+        """Who owns each entry: frozen blocks nobody, corrector and a local head the client, the rest all."""
+        rules = Rules.of(model).frozen(model.frozen).local(model.corrector)
+        return rules.local(model.head) if model.local_head else rules
+
+    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+        """Names and shapes of the float32 tensors that travel to the server besides state. Default: none."""
+        return {}
+
+    def target_shapes(self, side: ServerSide) -> Mapping[str, Sequence[int]]:
+        """Names and shapes of what `targets` may send. Default: the statistics' own."""
+        return side.statistic_shapes
+
+    def cautions(self, examples: Mapping[str, int]) -> list[str]:
+        """What the report should warn of, given the training images per client. Default: nothing."""
+        return []
+
+    # ---- client half -------------------------------------------------------------------------------------------
+
+    def train(self, client: Client, phase: str) -> float:
+        """Local training of one round; returns the mean loss."""
+        parameters = self.parameters(client)
+        if not parameters:
+            return float("nan")
+        optimizer = self.optimizer(client, parameters)
+        return fit(client, parameters, optimizer, self.backward, client.options.local_epochs)
+
+    def parameters(self, client: Client) -> list[nn.Parameter]:
+        """The parameters that train in this round. Default: all that are not frozen."""
+        return owned_parameters(client.model, self.rules(client.model), Owner.SHARED, Owner.LOCAL)
+
+    def optimizer(self, client: Client, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimiser for one round."""
+        return client.optimizer([{"params": parameters}])
+
+    def backward(self, step: Step) -> Tensor:
+        """Fill the gradients of one step; return the loss."""
+        loss = self.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def loss(self, step: Step) -> Tensor:
+        """The local objective on one batch, a scalar."""
+        return step.task_loss
+
+    def statistics(self, client: Client) -> Mapping[str, Tensor]:
+        """The tensors announced by `statistic_shapes`, after training."""
+        return {}
+
+    def predict(self, client: Client, inputs: Tensor) -> Tensor:
+        """Logits `(B, C)` of the client's personal model, which is in eval mode."""
+        logits: Tensor = client.model(inputs)
+        return logits
+
+    # ---- server half -------------------------------------------------------------------------------------------
+
+    def phases(self, round: int) -> Sequence[str]:
+        """The exchanges of a round."""
+        return ("train",)
+
+    def state_for(self, server: Server, client: str) -> Mapping[str, Tensor]:
+        """The shared state that is sent. `client` is empty unless `individual` is set. Default: the server's."""
+        return server.state
+
+    def targets(self, server: Server, client: str) -> Mapping[str, Tensor]:
+        """What the server sends besides state. `client` is empty unless `individual` is set. Default: nothing."""
+        return {}
+
+    def weight(self, reply: Reply) -> float:
+        """A reply's weight in every average. Default: its number of training images."""
+        return reply.examples
+
+    def digest(self, reply: Reply) -> Mapping[str, Tensor]:
+        """What of a reply's statistics is averaged over clients. Default: the statistics as they are."""
+        return reply.message.under("statistic")
+
+    def absorb(self, server: Server, average: Mapping[str, Tensor]) -> None:
+        """Take in the average of the digests. Default: nothing."""
+
+    def combine(self, server: Server, phase: str, replies: Iterator[Reply]) -> None:
+        """Average the replies while they arrive. Where no client has images the server stays as it is."""
+        state, digest = WeightedMean(), WeightedMean()
+        for reply in replies:
+            weight = self.weight(reply)
+            state.add(reply.message.under("state"), weight)
+            digest.add(self.digest(reply), weight)
+        if state.total > 0:
+            server.state = server.state | state.result()
+            self.absorb(server, digest.result())
+
+
+class FedAvg(Method):
+    """McMahan et al., AISTATS 2017: local SGD on the task loss, then `phi = sum_k p_k phi_k`, `p_k = n_k / n`.
+
+    With `model.finetune_blocks = "all"` the whole pretrained network is trained (FedAvg-ft); with 2 it is the
+    `ft-2B` of the PAFP paper. With `model.head = "local"` each client keeps its own head.
+    """
+
+    name: ClassVar[str] = "fedavg"
+    title: ClassVar[str] = "Federated averaging"
+    citation: ClassVar[str] = (
+        "McMahan, Moore, Ramage, Hampson, Agüera y Arcas. Communication-Efficient Learning of Deep Networks from "
+        "Decentralized Data. AISTATS 2017."
+    )
+
+
+def owned_parameters(model: Classifier, rules: Rules, *owners: Owner) -> list[nn.Parameter]:
+    """The parameters whose owner is one of `owners`, in the model's order."""
+    chosen = set(rules.names(*owners))
+    return [parameter for name, parameter in model.named_parameters() if name in chosen]
+
+
+class ServerSide:
+    """A method bound to its model: what the round loop talks to.
+
+    Args:
+        method: the method.
+        model: an edited model, for names and shapes.
+        image_size: side of the images, in pixels.
+    """
+
+    def __init__(self, method: Method, model: Classifier, image_size: int) -> None:
+        self.method = method
+        self.rules = method.rules(model)
+        shared = self.rules.pick(model.state_dict(), Owner.SHARED)
+        self.initial_state = {name: tensor.detach().cpu().clone() for name, tensor in shared.items()}
+        self.statistic_shapes = method.statistic_shapes(model, image_size)
+        self._schema = {name: Spec.of(t) for name, t in named("state", self.initial_state).items()}
+        self._schema |= {f"statistic/{n}": Spec(tuple(s)) for n, s in self.statistic_shapes.items()}
+
+    @property
+    def individual(self) -> bool:
+        """Whether clients get different messages."""
+        return self.method.individual
+
+    @property
+    def statistic_elements(self) -> int:
+        """Numbers that one client sends besides state in a round."""
+        return sum(math.prod(shape) for shape in self.statistic_shapes.values())
+
+    @property
+    def shared_elements(self) -> int:
+        """Numbers in the shared state, counters included."""
+        return sum(tensor.numel() for tensor in self.initial_state.values())
+
+    def phases(self, round: int) -> Sequence[str]:
+        """The exchanges of a round."""
+        return self.method.phases(round)
+
+    def reply_schema(self, phase: str) -> Schema:
+        """Every shared entry and every statistic, nothing else."""
+        return self._schema
+
+    def outgoing(self, server: Server, client: str, phase: str) -> Mapping[str, Tensor]:
+        """Shared state and the method's targets; anything local raises `BadMessage`."""
+        state = self.method.state_for(server, client)
+        self.rules.refuse_private(state)
+        return named("state", state) | named("target", self.method.targets(server, client))
+
+    def combine(self, server: Server, phase: str, replies: Iterator[Reply]) -> None:
+        """Fold the replies into `server`."""
+        self.method.combine(server, phase, replies)

@@ -1,0 +1,75 @@
+"""PAFP-alt: shared and local parameters take turns, and the alignment loss never reaches the shared ones."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from wardround.federation.rules import Owner
+from wardround.methods.base import owned_parameters
+from wardround.methods.pafp import PAFP
+from wardround.training.client import Client, Step
+
+
+class PAFPAlt(PAFP):
+    """PAFP with alternating optimisation (FLTA 2026, section IV-B): phi follows L_task, theta_k L_task + lambda L_align.
+
+    - `exclusive` (default; the paper speaks of alternating rounds): rounds t with t mod T = 0 train theta_k with
+      phi fixed, all other rounds train phi with theta_k fixed.
+    - `additive`: phi trains in every round, theta_k besides when t mod T = 0. Both gradients come from one forward
+      pass, and lambda L_align does not leak into phi.
+
+    Moments are measured and uploaded every round. While phi is fixed its batch norms are in eval mode, so that the
+    uploaded buffers do not drift, unless `drift` is set.
+    """
+
+    name: ClassVar[str] = "pafp-alt"
+    title: ClassVar[str] = "PAFP with alternating optimisation"
+
+    every: int = Field(2, ge=1, description="local parameters train in every T-th round (T)")
+    schedule: Literal["exclusive", "additive"] = Field("exclusive", description="what the other rounds train")
+    head_always: bool = Field(False, description="train a local head in every round, not every T-th alone")
+    drift: bool = Field(False, description="let the shared batch norms' statistics move while phi is fixed")
+
+    def model_post_init(self, context: object) -> None:
+        """With T = 1 the exclusive schedule would never train phi."""
+        if self.schedule == "exclusive" and self.every < 2:
+            raise ValueError("every = 1 would never train the shared parameters; allowed: 2 and more")
+
+    def local_turn(self, round: int) -> bool:
+        """Whether theta_k trains in `round`."""
+        return round % self.every == 0
+
+    def parameters(self, client: Client) -> list[nn.Parameter]:
+        """phi, theta_k or both, as the schedule says."""
+        turn = self.local_turn(client.round)
+        owners = {Owner.LOCAL} if turn else {Owner.SHARED}
+        if self.schedule == "additive":
+            owners |= {Owner.SHARED}
+        chosen = owned_parameters(client.model, self.rules(client.model), *owners)
+        if self.head_always and client.model.local_head and not turn:
+            chosen += list(client.model.head.parameters())
+        return chosen
+
+    def loss(self, step: Step) -> Tensor:
+        """The joint loss in a local turn, the task loss otherwise; moments are measured in both."""
+        if self.local_turn(step.client.round):
+            return super().loss(step)
+        self.alignment(step)
+        return step.task_loss
+
+    def backward(self, step: Step) -> Tensor:
+        """In an additive local turn, phi gets the gradient of the task loss alone."""
+        if self.schedule == "exclusive" or not self.local_turn(step.client.round):
+            return super().backward(step)
+        joint = self.loss(step)
+        rules = self.rules(step.client.model)
+        for owner, loss in ((Owner.SHARED, step.task_loss), (Owner.LOCAL, joint)):
+            owned = [p for p in owned_parameters(step.client.model, rules, owner) if p.requires_grad]
+            gradients = torch.autograd.grad(loss, owned, retain_graph=True, allow_unused=True)
+            for parameter, gradient in zip(owned, gradients, strict=True):
+                parameter.grad = gradient
+        return joint

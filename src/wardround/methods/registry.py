@@ -1,0 +1,39 @@
+"""Methods by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from wardround.errors import InputError, suggestion
+from wardround.methods.base import FedAvg, Method
+from wardround.methods.isolated import Isolated
+from wardround.methods.pafp import PAFP
+from wardround.methods.pafp_alt import PAFPAlt
+from wardround.options import explain
+
+METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Isolated, FedAvg, PAFP, PAFPAlt)}
+
+# Names that the literature uses for a method together with a setting of another section.
+PRESETS: dict[str, dict[str, Any]] = {
+    "ft-2b": {"method.name": "fedavg", "model.finetune_blocks": 2},
+    "fedavg-ft": {"method.name": "fedavg", "model.finetune_blocks": "all"},
+}
+
+
+def method_from(section: Mapping[str, Any]) -> Method:
+    """The method that a `[method]` section describes: `name`, and the method's own keys.
+
+    Raises:
+        InputError: no such method, an unknown key or a value that is not allowed.
+    """
+    name = section.get("name", "fedavg")
+    if name not in METHODS:
+        raise InputError(f"method.name: there is no method {name!r}{suggestion(str(name), METHODS)}")
+    kind = METHODS[name]
+    try:
+        return kind(**{key: value for key, value in section.items() if key != "name"})
+    except ValidationError as error:
+        raise InputError(explain(error, kind, "method")) from error
