@@ -20,7 +20,7 @@ from wardround.data import Federation, Samples, SplitName
 from wardround.evaluation.metrics import evaluate_probabilities, softmax
 from wardround.evaluation.predictions import write_predictions
 from wardround.federation.codecs import Codec
-from wardround.federation.messages import BadMessage, Message, Spec, check, named
+from wardround.federation.messages import BadMessage, Message, Spec, check, named, plain_copy
 from wardround.federation.rounds import EVALUATE
 from wardround.federation.rules import Owner
 from wardround.federation.store import ClientStore
@@ -135,8 +135,7 @@ class Answerer:
                 self._entries[entry].copy_(tensor)
         train = self.federation.client(name).train
         counts = torch.from_numpy(train.counts(len(self.federation.classes)))
-        if isinstance(self.model.corrector, LogitCorrector):
-            self.model.corrector.set_counts(counts)
+        set_label_counts(self.model, counts)
         self.model.eval()
         return Client(
             name=name,
@@ -153,7 +152,7 @@ class Answerer:
 
     def _copy(self, *owners: Owner) -> dict[str, Tensor]:
         entries = self.side.rules.pick(self._entries, *owners)
-        return {name: tensor.detach().cpu().clone() for name, tensor in entries.items()}
+        return {name: plain_copy(tensor) for name, tensor in entries.items()}
 
     def _outgoing(self, client: Client) -> dict[str, Tensor]:
         """Shared state and statistics; a client without images sends zeros, which count for nothing."""
@@ -204,9 +203,15 @@ class Answerer:
         client.model.eval()
         parts = []
         with torch.inference_mode(), client.arithmetic():
-            for rows in torch.arange(len(samples)).split(EVALUATION_BATCH) if len(samples) else ():
+            for rows in torch.split(torch.arange(len(samples)), EVALUATION_BATCH) if len(samples) else ():
                 parts.append(self.method.predict(client, inputs.batch(rows, None)).float().cpu())
         return torch.cat(parts).numpy() if parts else np.zeros((0, len(self.federation.classes)), np.float32)
+
+
+def set_label_counts(model: Classifier, counts: Tensor) -> None:
+    """Tell a logit corrector, if the model has one, the client's training images per class `(C,)`."""
+    if isinstance(model.corrector, LogitCorrector):
+        model.corrector.set_counts(counts)
 
 
 def _finite(value: float) -> float | None:

@@ -60,12 +60,12 @@ class Experiment(Options):
 
     seed: int = Field(0, description="of every random draw")
     rounds: int = Field(20, ge=0, description="federated rounds")
-    data: DataOptions = Field(default_factory=DataOptions, description="where the images come from")
-    model: ModelOptions = Field(default_factory=ModelOptions, description="the network")
-    training: TrainingOptions = Field(default_factory=TrainingOptions, description="local training")
+    data: DataOptions = Field(description="where the images come from")
+    model: ModelOptions = Field(ModelOptions(), description="the network")
+    training: TrainingOptions = Field(TrainingOptions(), description="local training")
     method: dict[str, Any] = Field(default_factory=lambda: {"name": "fedavg"}, description="name and its own keys")
-    federation: RoundOptions = Field(default_factory=RoundOptions, description="who takes part, and when to evaluate")
-    transport: TransportOptions = Field(default_factory=TransportOptions, description="what carries the messages")
+    federation: RoundOptions = Field(RoundOptions(), description="who takes part, and when to evaluate")
+    transport: TransportOptions = Field(TransportOptions(), description="what carries the messages")
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="`compare`: keys of a method, as [methods.pafp]"
     )

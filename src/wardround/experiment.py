@@ -20,6 +20,7 @@ from wardround.answering import Answerer
 from wardround.config import Experiment, differences, load_experiment
 from wardround.data import Federation
 from wardround.data.cache import default_folder
+from wardround.data.federation import SPLITS
 from wardround.data.read import read_federation
 from wardround.errors import InputError
 from wardround.evaluation.results import client_results, summarise
@@ -36,8 +37,10 @@ from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier, build_classifier
 from wardround.recording import Recorder
 from wardround.report.images import save_samples
+from wardround.training.allocation import keep_memory
+from wardround.training.arithmetic import layout
 from wardround.training.cache import PrefixCache
-from wardround.training.selftest import choose_arithmetic, layout
+from wardround.training.selftest import CHOICES, choose_arithmetic
 
 MIB = 2**20
 
@@ -83,21 +86,27 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
         InputError: whatever is wrong with the data, the model or the method's keys.
     """
     torch.set_num_threads(experiment.training.threads)
+    keep_memory()
     experiment = experiment.complete()
     folder = cache or default_folder()
     data = read_federation(experiment.data, experiment.seed) if federation is None else federation
     if not data.counts().sum():
         raise InputError(f"{data.source}: no client has a training image")
-    method, size = experiment.bound_method(), experiment.data.image_size
-    channels = data.clients[0].train.images.shape[-1]
-    model = build_classifier(experiment.model, len(data.classes), channels, size, experiment.seed)
-    with seeds.torch_scope(experiment.seed, "edit"):
-        method.edit(model, size)
+    method, model = build_model(experiment, len(data.classes))
     device = pick_device(experiment.training.device)
     model.to(device)
-    training = choose_arithmetic(model, experiment.training, size, device, folder)
+    training = choose_arithmetic(model, experiment.training, experiment.data.image_size, device, folder)
     model.to(memory_format=layout(training))
     return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder)
+
+
+def build_model(experiment: Experiment, classes: int) -> tuple[Method, Classifier]:
+    """The experiment's method, and its model as the method wants it, with initial weights."""
+    method, data = experiment.bound_method(), experiment.data
+    model = build_classifier(experiment.model, classes, data.channels, data.image_size, experiment.seed)
+    with seeds.torch_scope(experiment.seed, "edit"):
+        method.edit(model, data.image_size)
+    return method, model
 
 
 def pick_device(name: str) -> torch.device:
@@ -237,7 +246,7 @@ def _as_recorded(experiment: Experiment, out: Path, resume: bool) -> Experiment:
     if not (resume and config.exists()):
         return experiment
     then = load_experiment(config).training
-    chosen = {key: getattr(then, key) for key in ("memory_format", "precision")}
+    chosen = {key: getattr(then, key) for key in CHOICES}
     return experiment.model_copy(update={"training": experiment.training.model_copy(update=chosen)})
 
 
@@ -264,15 +273,14 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def describe_federation(federation: Federation) -> dict[str, Any]:
     """`federation.json`: who has how many images of what."""
-    splits = ("train", "val", "test")
-    counts = {split: federation.counts(split).tolist() for split in splits}
+    counts = {split: federation.counts(split).tolist() for split in SPLITS}
     return {
         "source": federation.source,
         "classes": list(federation.classes),
         "modalities": list(federation.modalities),
         "notes": list(federation.notes),
         "clients": [
-            {"name": name, "counts": {split: counts[split][i] for split in splits}}
+            {"name": name, "counts": {split: counts[split][i] for split in SPLITS}}
             for i, name in enumerate(federation.names)
         ],
     }

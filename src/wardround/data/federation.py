@@ -40,9 +40,7 @@ class Samples:
     def take(self, rows: NDArray[np.int64] | Sequence[int]) -> Samples:
         """The samples at `rows`, in that order."""
         rows = np.asarray(rows, dtype=np.int64)
-        return Samples(
-            self.images[rows], self.labels[rows], tuple(self.names[i] for i in rows), self.modality[rows]
-        )
+        return Samples(self.images[rows], self.labels[rows], tuple(self.names[i] for i in rows), self.modality[rows])
 
     def counts(self, classes: int) -> NDArray[np.int64]:
         """Images per class, shape `(classes,)`."""

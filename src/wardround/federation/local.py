@@ -152,7 +152,7 @@ def process_context() -> BaseContext:
     """Fork on Linux while no GPU is in use (shares memory, starts at once); a fresh interpreter elsewhere."""
     import torch
 
-    forkable = sys.platform == "linux" and not torch.cuda.is_initialized()
+    forkable = sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return multiprocessing.get_context("fork" if forkable else "spawn")
 
 

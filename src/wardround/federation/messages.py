@@ -46,6 +46,11 @@ def named(space: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{space}/{name}": tensor for name, tensor in tensors.items()}
 
 
+def plain_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU in the plain memory layout, which is the one that travels and is stored."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a receiver expects of one tensor."""

@@ -11,6 +11,7 @@ import safetensors.torch
 from torch import Tensor
 
 from wardround.federation.files import write_atomically
+from wardround.federation.messages import plain_copy
 
 
 def file_name(client: str) -> str:
@@ -47,7 +48,7 @@ class ClientStore:
     def put(self, client: str, state: Mapping[str, Tensor]) -> None:
         """Replace the state of `client` by a copy of `state`."""
         self._forget(client)
-        self._memory[client] = {name: tensor.detach().clone() for name, tensor in state.items()}
+        self._memory[client] = {name: plain_copy(tensor) for name, tensor in state.items()}
         self._bytes += _size(state)
         while self._bytes > self.budget and self._memory:
             self._spill(next(iter(self._memory)))

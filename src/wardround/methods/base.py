@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from wardround.federation.averaging import WeightedMean
-from wardround.federation.messages import Schema, Spec, named
+from wardround.federation.messages import Schema, Spec, named, plain_copy
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply, Server
 from wardround.models.classifier import Classifier
@@ -49,6 +49,8 @@ class Method(Options):
     title: ClassVar[str] = ""
     citation: ClassVar[str] = ""
     skews: ClassVar[tuple[str, ...]] = ()
+    travels: ClassVar[str] = "the trained blocks, buffers included; the head where it is shared"
+    stays: ClassVar[str] = "the head where it is local; a logit corrector"
     extra_cost: ClassVar[str] = "none"
     individual: ClassVar[bool] = False
 
@@ -82,11 +84,16 @@ class Method(Options):
         if not parameters:
             return float("nan")
         optimizer = self.optimizer(client, parameters)
-        return fit(client, parameters, optimizer, self.backward, client.options.local_epochs)
+        epochs = client.options.local_epochs
+        return fit(client, parameters, optimizer, self.backward, epochs, self.fixed_statistics())
 
     def parameters(self, client: Client) -> list[nn.Parameter]:
         """The parameters that train in this round. Default: all that are not frozen."""
         return owned_parameters(client.model, self.rules(client.model), Owner.SHARED, Owner.LOCAL)
+
+    def fixed_statistics(self) -> bool:
+        """Whether batch norms none of whose parameters train in this round keep their running statistics."""
+        return True
 
     def optimizer(self, client: Client, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimiser for one round."""
@@ -182,7 +189,7 @@ class ServerSide:
         self.method = method
         self.rules = method.rules(model)
         shared = self.rules.pick(model.state_dict(), Owner.SHARED)
-        self.initial_state = {name: tensor.detach().cpu().clone() for name, tensor in shared.items()}
+        self.initial_state = {name: plain_copy(tensor) for name, tensor in shared.items()}
         self.statistic_shapes = method.statistic_shapes(model, image_size)
         self._schema = {name: Spec.of(t) for name, t in named("state", self.initial_state).items()}
         self._schema |= {f"statistic/{n}": Spec(tuple(s)) for n, s in self.statistic_shapes.items()}

@@ -19,6 +19,9 @@ class Isolated(Method):
     title: ClassVar[str] = "Isolated training"
     citation: ClassVar[str] = "The non-federated reference of the PAFP paper (FLTA 2026), Table II."
 
+    travels: ClassVar[str] = "nothing"
+    stays: ClassVar[str] = "everything that trains"
+
     def rules(self, model: Classifier) -> Rules:
         """Everything that trains belongs to its client."""
         return Rules.of(model).local(model).frozen(model.frozen)

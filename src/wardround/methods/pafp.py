@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -51,8 +51,10 @@ class PAFP(Method):
     citation: ClassVar[str] = (
         "Federated Transfer Learning for Medical Image Classification under Mixed Skew. FLTA 2026."
     )
+    travels: ClassVar[str] = "the trained blocks, buffers included; mean and variance at every alignment site"
+    stays: ClassVar[str] = "feature-alignment modules; a local head; a logit corrector"
     skews: ClassVar[tuple[str, ...]] = ("feature", "label")
-    extra_cost: ClassVar[str] = "mean and variance at every alignment site, both ways"
+    extra_cost: ClassVar[str] = "one set of moments up and one down a round (1.8 % of the state with EfficientNet-B0)"
 
     strength: float = Field(0.1, ge=0, alias="lambda", description="weight of the alignment loss (lambda)")
     m_loc: float = Field(0.1, gt=0, le=1, description="weight of the new batch in a client's running moments")
@@ -111,7 +113,7 @@ class PAFP(Method):
             return super().optimizer(client, parameters)
         rules = self.rules(client.model)
         local = {id(p) for p in owned_parameters(client.model, rules, Owner.LOCAL)}
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters if id(p) not in local]},
             {"params": [p for p in parameters if id(p) in local], "lr": client.rate(self.lr_local)},
         ]
@@ -131,7 +133,7 @@ class PAFP(Method):
         step.logits  # noqa: B018 - the forward pass fills the records
         sites = aligners(step.client.model)
         running: list[RunningMoments] = step.client.scratch["moments"]
-        moments = [now.update(site.recorded) for now, site in zip(running, sites, strict=True)]
+        moments = [now.update(record_of(site)) for now, site in zip(running, sites, strict=True)]
         received = step.client.received
         if not received:
             return None
@@ -195,6 +197,13 @@ class PAFP(Method):
 def aligners(model: Classifier) -> list[FeatureAlignment]:
     """The FA modules of `model`, in the order of their sites."""
     return [module for module in model.before if isinstance(module, FeatureAlignment)]
+
+
+def record_of(site: FeatureAlignment) -> Tensor:
+    """What `site` put out in the last forward pass, with its graph."""
+    if site.recorded is None:
+        raise RuntimeError("no forward pass since recording began")
+    return site.recorded
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from wardround.training.client import Client, Step
 
 
 class PAFPAlt(PAFP):
-    """PAFP with alternating optimisation (FLTA 2026, section IV-B): phi follows L_task, theta_k L_task + lambda L_align.
+    """PAFP with alternating optimisation (FLTA 2026, section IV-B): phi on L_task, theta_k on L_task + lambda L_align.
 
     - `exclusive` (default; the paper speaks of alternating rounds): rounds t with t mod T = 0 train theta_k with
       phi fixed, all other rounds train phi with theta_k fixed.
@@ -53,6 +53,10 @@ class PAFPAlt(PAFP):
         if self.head_always and client.model.local_head and not turn:
             chosen += list(client.model.head.parameters())
         return chosen
+
+    def fixed_statistics(self) -> bool:
+        """As `drift` says."""
+        return not self.drift
 
     def loss(self, step: Step) -> Tensor:
         """The joint loss in a local turn, the task loss otherwise; moments are measured in both."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wardround import seeds
 from wardround.data import Samples
+from wardround.data.transforms import Policy
 from wardround.federation.files import write_atomically
 from wardround.models.classifier import Classifier
 from wardround.training.inputs import PREFIX_BATCH, CachedInputs, ImageInputs, Inputs, prefix_outputs
@@ -41,7 +42,7 @@ class PrefixCache:
     model: Classifier
     options: TrainingOptions
     size: int
-    policy: str
+    policy: Policy
     seed: int
     device: torch.device
     budget: int
@@ -118,7 +119,7 @@ def _weights_digest(module: torch.nn.Module) -> str:
 
 def _images_digest(samples: Samples) -> str:
     digest = hashlib.sha256(str(samples.images.shape).encode())
-    digest.update(np.ascontiguousarray(samples.images))
+    digest.update(np.ascontiguousarray(samples.images).data)
     return digest.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wardround import seeds
 from wardround.models.classifier import Classifier
+from wardround.training.arithmetic import arithmetic
 from wardround.training.batches import shuffled_batches
 from wardround.training.inputs import Inputs
 from wardround.training.losses import TaskLoss, task_loss
@@ -87,16 +88,14 @@ class Client:
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """A new optimiser as configured, for parameter groups as torch takes them."""
         options, fused = self.options, self.device.type in ("cpu", "cuda")
-        common = {"lr": self.rate(options.lr), "weight_decay": options.weight_decay, "fused": fused}
+        common: dict[str, Any] = {"lr": self.rate(options.lr), "weight_decay": options.weight_decay, "fused": fused}
         if options.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=options.momentum, **common)
         return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(groups, **common)
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """The precision in which the trained blocks compute."""
-        if self.options.precision == "bfloat16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
+        """The way in which the trained blocks compute."""
+        return arithmetic(self.options, self.device)
 
 
 @dataclass

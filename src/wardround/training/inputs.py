@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wardround.data import Samples
-from wardround.data.transforms import augment, centre_crop
+from wardround.data.transforms import Policy, augment, centre_crop
 from wardround.models.classifier import Classifier
 
 PREFIX_BATCH = 64
@@ -58,7 +58,7 @@ class ImageInputs:
     model: Classifier
     samples: Samples
     size: int
-    policy: str
+    policy: Policy
     device: torch.device
 
     def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
@@ -78,7 +78,7 @@ def prefix_outputs(inputs: ImageInputs, stream: np.random.Generator | None, dtyp
     """
     parts = []
     with torch.inference_mode():
-        for rows in torch.arange(len(inputs.samples)).split(PREFIX_BATCH):
+        for rows in torch.split(torch.arange(len(inputs.samples)), PREFIX_BATCH):
             output = inputs.batch(rows, stream)
             output = output.permute(0, 2, 3, 1) if output.dim() == 4 else output
             parts.append(output.to("cpu", dtype).contiguous())

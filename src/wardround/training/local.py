@@ -27,6 +27,7 @@ def fit(
     optimizer: torch.optim.Optimizer,
     backward: Backward,
     epochs: int,
+    fixed_statistics: bool = True,
 ) -> float:
     """Train `parameters` for `epochs` passes over the client's images; everything else stays as it is.
 
@@ -36,6 +37,7 @@ def fit(
         optimizer: of these parameters.
         backward: a method's gradients.
         epochs: passes over the training images.
+        fixed_statistics: see `only_training`.
 
     Returns:
         The mean loss over the steps; NaN without images.
@@ -44,7 +46,7 @@ def fit(
         return float("nan")
     total = torch.zeros((), device=client.device)
     steps = 0
-    with only_training(client.model, parameters), dropout_stream(client):
+    with only_training(client.model, parameters, fixed_statistics), dropout_stream(client):
         for step in client.steps(epochs):
             with single_image_statistics(client.model, len(step.labels)):
                 optimizer.zero_grad(set_to_none=True)
@@ -57,11 +59,14 @@ def fit(
 
 
 @contextmanager
-def only_training(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def only_training(
+    model: nn.Module, parameters: Iterable[nn.Parameter], fixed_statistics: bool = True
+) -> Iterator[None]:
     """Train mode and gradients for `parameters` alone.
 
-    A batch-norm layer none of whose parameters train is put in eval mode: its running statistics belong to the
-    frozen part and must not drift. Modes and `requires_grad` are restored afterwards.
+    With `fixed_statistics`, a batch-norm layer none of whose parameters train is put in eval mode: its running
+    statistics belong to the part that stands still and must not drift. Afterwards everything is in eval mode, and
+    `requires_grad` is what it was.
     """
     chosen = {id(parameter) for parameter in parameters}
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -70,7 +75,7 @@ def only_training(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Itera
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if isinstance(module, BATCH_NORMS) and own and not any(id(p) in chosen for p in own):
+        if fixed_statistics and isinstance(module, BATCH_NORMS) and own and not any(id(p) in chosen for p in own):
             module.eval()
     try:
         yield

@@ -43,9 +43,13 @@ class TrainingOptions(Options):
     memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
         "auto", description="auto: a short self-test picks the faster, and config.toml records it"
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "float32", "pointwise-bfloat16", "bfloat16"] = Field(
         "float32",
-        description="of the trained blocks' arithmetic; auto: bfloat16 where the self-test finds it faster",
+        description="of the trained blocks' arithmetic: pointwise-bfloat16 has 1x1 convolutions in bfloat16, bfloat16 "
+        "all that autocast lets; auto: what the self-test finds fastest",
+    )
+    depthwise: Literal["auto", "library", "shifts"] = Field(
+        "auto", description="how weight gradients of large depthwise kernels are computed; same precision either way"
     )
     compile: bool = Field(False, description="torch.compile the trained blocks: pays off in long runs on some machines")
     device: str = Field("auto", description="auto (a GPU when there is one), cpu, cuda, cuda:1, mps")

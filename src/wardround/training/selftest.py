@@ -1,4 +1,4 @@
-"""Which memory format and precision are faster on this machine: a measurement, not an assumption.
+"""What computes fastest on this machine: a measurement, not an assumption.
 
 The answer is kept beside the caches, by processor, library and network, so that a second run on the machine makes
 the same choice and gives the same bits; a run's `config.toml` records it, so that a rerun elsewhere does too.
@@ -11,7 +11,6 @@ import hashlib
 import json
 import platform
 import time
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,16 +18,25 @@ from torch import Tensor, nn
 
 from wardround.federation.files import write_atomically
 from wardround.models.classifier import Classifier
+from wardround.training.arithmetic import arithmetic, layout
+from wardround.training.convolutions import has_large_depthwise
 from wardround.training.options import TrainingOptions
 
 STEPS = 3
-MARGIN = 0.95  # another setting than the plain one must be at least 5 % faster
+MARGIN = 0.95  # a setting replaces the plain one only if it is at least 5 % faster
+
+# Each key that may be `auto`, with its plain setting first. They are decided one after the other, in this order.
+CHOICES = {
+    "memory_format": ("contiguous", "channels_last"),
+    "depthwise": ("library", "shifts"),
+    "precision": ("float32", "pointwise-bfloat16", "bfloat16"),
+}
 
 
 def choose_arithmetic(
     model: Classifier, options: TrainingOptions, image_size: int, device: torch.device, folder: Path | None
 ) -> TrainingOptions:
-    """Replace `auto` in `memory_format` and `precision` by what trains `model` fastest.
+    """Replace every `auto` of `CHOICES` by what trains `model` fastest.
 
     Args:
         model: an edited model on `device`; it is copied, not changed.
@@ -37,85 +45,65 @@ def choose_arithmetic(
         device: where the model lives.
         folder: where answers are kept between runs; None measures anew.
     """
-    formats = ("contiguous", "channels_last") if options.memory_format == "auto" else (options.memory_format,)
-    precisions = ("float32", "bfloat16") if options.precision == "auto" else (options.precision,)
-    settings = list(product(formats, precisions))
-    if len(settings) == 1:
+    undecided = [key for key in CHOICES if getattr(options, key) == "auto"]
+    if "depthwise" in undecided and (device.type != "cpu" or not has_large_depthwise(model.tuned)):
+        options = options.model_copy(update={"depthwise": "library"})
+        undecided.remove("depthwise")
+    if not undecided:
         return options
     file = folder / "arithmetic.json" if folder else None
-    key = _key(model, options, image_size, device, settings)
-    known = _read(file)
+    key, known = _key(model, options, image_size, device), _read(file)
     if key not in known:
-        known[key] = list(_fastest(model, options, image_size, device, settings))
-        if file is not None:
-            _remember(file, known)
-    chosen = known[key]
-    return options.model_copy(update={"memory_format": chosen[0], "precision": chosen[1]})
+        known[key] = _decide(model, options, image_size, device, undecided)
+        _remember(file, known)
+    return options.model_copy(update=known[key])
 
 
-def layout(options: TrainingOptions) -> torch.memory_format:
-    """The memory format that `options` name; contiguous while it is `auto`."""
-    return torch.channels_last if options.memory_format == "channels_last" else torch.contiguous_format
+def _decide(
+    model: Classifier, options: TrainingOptions, image_size: int, device: torch.device, undecided: list[str]
+) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    plain = {key: CHOICES[key][0] for key in undecided}
+    for key in undecided:
+        times = {}
+        for setting in CHOICES[key]:
+            trial = options.model_copy(update=plain | chosen | {key: setting})
+            times[setting] = seconds_a_step(model, trial, image_size, device)
+        first, *others = CHOICES[key]
+        best = min(others, key=lambda setting: times[setting])
+        chosen[key] = best if times[best] < MARGIN * times[first] else first
+    return chosen
 
 
-def _fastest(
-    model: Classifier,
-    options: TrainingOptions,
-    image_size: int,
-    device: torch.device,
-    settings: list[tuple[str, str]],
-) -> tuple[str, str]:
-    plain, *others = settings
-    images = torch.zeros(options.batch_size, image_size, image_size, model.channels, dtype=torch.uint8)
-    times = {}
-    for setting in settings:
-        trial = copy.deepcopy(model).to(memory_format=_format(setting[0]))
-        inputs = trial.prefix(trial.prepare(images.random_(0, 255).to(device)))
-        times[setting] = seconds_a_step(trial, inputs, options, setting[1])
-    best = min(others, key=lambda setting: times[setting])
-    return best if times[best] < MARGIN * times[plain] else plain
+def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> float:
+    """The best of a few training steps of a copy of `model` on random images, in seconds, after one to warm up."""
+    trial = copy.deepcopy(model).to(memory_format=layout(options))
+    images = torch.randint(0, 256, (options.batch_size, image_size, image_size, model.channels), dtype=torch.uint8)
+    inputs = trial.prefix(trial.prepare(images.to(device)))
+    if inputs.dim() == 4:
+        inputs = inputs.contiguous(memory_format=layout(options))
+    optimizer = torch.optim.SGD([p for p in trial.parameters() if p.requires_grad], options.lr)
+    trial.train()
+    return min([_step(trial, inputs, options, optimizer) for _ in range(1 + STEPS)][1:])
 
 
-def seconds_a_step(model: Classifier, inputs: Tensor, options: TrainingOptions, precision: str) -> float:
-    """The best of a few training steps on `inputs`, in seconds, after one to warm up."""
+def _step(model: Classifier, inputs: Tensor, options: TrainingOptions, optimizer: torch.optim.Optimizer) -> float:
     labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], options.lr)
-    model.train()
-    best = float("inf")
-    for _ in range(1 + STEPS):
-        start = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            logits = model(inputs)
-        nn.functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if inputs.device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+    start = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    with arithmetic(options, inputs.device):
+        logits = model(inputs)
+    nn.functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    if inputs.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-def _format(name: str) -> torch.memory_format:
-    return torch.channels_last if name == "channels_last" else torch.contiguous_format
-
-
-def _key(
-    model: Classifier,
-    options: TrainingOptions,
-    image_size: int,
-    device: torch.device,
-    settings: list[tuple[str, str]],
-) -> str:
+def _key(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    parts = [
-        name,
-        torch.__version__,
-        options.threads,
-        options.batch_size,
-        image_size,
-        str(settings),
-        str(model),
-    ]
+    settings = [getattr(options, key) for key in CHOICES]
+    parts = [name, torch.__version__, options.threads, options.batch_size, image_size, settings, model]
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
@@ -126,7 +114,7 @@ def _processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _read(file: Path | None) -> dict[str, list[str]]:
+def _read(file: Path | None) -> dict[str, dict[str, str]]:
     try:
         found = json.loads(file.read_text()) if file else {}
     except (OSError, ValueError):
@@ -134,8 +122,9 @@ def _read(file: Path | None) -> dict[str, list[str]]:
     return found if isinstance(found, dict) else {}
 
 
-def _remember(file: Path, known: dict[str, list[str]]) -> None:
+def _remember(file: Path | None, known: dict[str, dict[str, str]]) -> None:
     try:
-        write_atomically(file, json.dumps(known, indent=1, sort_keys=True).encode(), durable=False)
+        if file is not None:
+            write_atomically(file, json.dumps(known, indent=1, sort_keys=True).encode(), durable=False)
     except OSError:
         return  # an unwritable cache costs a measurement next time, nothing else

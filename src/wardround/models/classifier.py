@@ -1,0 +1,169 @@
+"""The model that methods train: a frozen prefix, tuned blocks, a linear head, an optional logit corrector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from wardround.errors import InputError
+from wardround.models.backbones import Backbone, load_backbone
+from wardround.models.logit_corrector import LogitCorrector
+from wardround.models.options import ModelOptions
+from wardround.seeds import torch_scope
+
+Depth = int | Literal["all"]
+
+
+class Frozen(nn.Sequential):
+    """Blocks that never train: no gradients, and eval mode whatever the model around them is set to.
+
+    In training mode BatchNorm would move its running statistics although no parameter learns.
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode."""
+        return super().train(False)
+
+
+class Classifier(nn.Module):
+    """A backbone whose last blocks train, with a linear head.
+
+    uint8 images -> `prepare` -> `prefix` -> **h** -> (`before[i]`, `tuned[i]`) for each tuned block ->
+    pooling -> dropout -> `head` -> `corrector`. The prefix never changes, so h can be computed once and kept:
+    `forward` and `features` start from h. The backbone's blocks are taken over, not copied.
+
+    `finetune_blocks` counts from the end; "all" freezes nothing, 0 trains the head alone. `dropout=None` takes the
+    backbone's own rate. Raises InputError for more blocks than there are.
+
+    Attributes:
+        frozen: the blocks that stay as they were pretrained.
+        tuned: the blocks that train.
+        before: one module before each tuned block; the identity, until a method puts something there.
+        head: `(B, features)` to `(B, classes)`.
+        corrector: on the logits; the identity or a LogitCorrector.
+        local_head: whether the head is meant to stay at its client; methods' rules ask.
+        name: the backbone's.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        classes: int,
+        finetune_blocks: Depth,
+        *,
+        dropout: float | None = None,
+        corrector: nn.Module | None = None,
+        local_head: bool = False,
+    ) -> None:
+        super().__init__()
+        cut = _first_tuned(backbone, finetune_blocks)
+        self.name = backbone.name
+        self.channels = backbone.channels
+        self.normalise = backbone.normalise
+        self.frozen = Frozen(*backbone.blocks[:cut])
+        self.before = nn.ModuleList(nn.Identity() for _ in backbone.blocks[cut:])
+        self.tuned = nn.ModuleList(backbone.blocks[cut:])
+        self.pool = backbone.pool
+        self.dropout = nn.Dropout(backbone.dropout if dropout is None else dropout)
+        self.head = nn.Linear(backbone.features, classes)
+        self.local_head = local_head
+        self.corrector: nn.Module = nn.Identity() if corrector is None else corrector
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 images `(B, H, W, C)` to normalised float32 `(B, channels, H, W)`."""
+        prepared: Tensor = self.normalise(images)
+        return prepared
+
+    @torch.no_grad()
+    def prefix(self, x: Tensor) -> Tensor:
+        """Normalised images to h, the output of the frozen blocks, without a graph."""
+        h: Tensor = self.frozen(x)
+        return h
+
+    def features(self, h: Tensor) -> Tensor:
+        """h to pooled features `(B, features)`."""
+        for before, block in zip(self.before, self.tuned, strict=True):
+            h = block(before(h))
+        pooled: Tensor = self.pool(h)
+        return pooled
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Pooled features `(B, features)` to logits `(B, classes)`: dropout, head, corrector."""
+        logits: Tensor = self.corrector(self.head(self.dropout(features)))
+        return logits
+
+    def forward(self, h: Tensor) -> Tensor:
+        """h, the prefix's output (not images), to logits `(B, classes)`."""
+        return self.classify(self.features(h))
+
+    def logits_of_images(self, images: Tensor) -> Tensor:
+        """uint8 images `(B, H, W, C)` to logits `(B, classes)`, through every part."""
+        return self(self.prefix(self.prepare(images)))  # type: ignore[no-any-return]
+
+    def site_shapes(self, image_size: int) -> list[tuple[int, ...]]:
+        """Shape of each tuned block's input, without the batch: `(C, H, W)`, or `(N, D)` for tokens."""
+        weight = self.head.weight
+        x = torch.zeros(1, self.channels, image_size, image_size, dtype=weight.dtype, device=weight.device)
+        shapes = []
+        with torch.no_grad(), in_eval_mode(self):
+            h = self.frozen(x)
+            for block in self.tuned:
+                shapes.append(tuple(h.shape[1:]))
+                h = block(h)
+        return shapes
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module of `model` in eval mode for a while, then each back into the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def build_classifier(options: ModelOptions, classes: int, channels: int, image_size: int, seed: int) -> Classifier:
+    """The model that an experiment file asks for; the same seed gives the same weights everywhere.
+
+    `channels` and `image_size` (pixels) are those of the images. Raises InputError as `load_backbone` does,
+    and for a number of blocks that the backbone does not have.
+    """
+    backbone = load_backbone(
+        options.backbone, pretrained=options.pretrained, channels=channels, image_size=image_size, seed=seed
+    )
+    kind = options.logit_corrector
+    corrector = None if kind == "none" else LogitCorrector(kind, classes, options.corrector_tau)
+    with torch_scope(seed, "head"):
+        return Classifier(
+            backbone,
+            classes,
+            options.finetune_blocks,
+            dropout=options.dropout,
+            corrector=corrector,
+            local_head=options.head == "local",
+        )
+
+
+def _first_tuned(backbone: Backbone, finetune_blocks: Depth) -> int:
+    """Index of the first block that trains. InputError where the backbone has fewer blocks."""
+    total = len(backbone.blocks)
+    if finetune_blocks == "all":
+        return 0
+    if not 0 <= finetune_blocks <= total:
+        raise InputError(
+            f"model.finetune_blocks = {finetune_blocks}: {backbone.name!r} has {total} blocks "
+            f'(allowed: 0 to {total}, or "all")'
+        )
+    return total - finetune_blocks

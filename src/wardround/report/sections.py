@@ -1,0 +1,267 @@
+"""The tables of a report as plain rows of text, ready for any page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wardround.report import series
+from wardround.report.reading import Record, Roster, System
+from wardround.report.words import MISSING, duration, flat, percent, signed, size
+
+METRICS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "macro F1",
+    "auroc": "AUROC",
+    "ece": "calibration error",
+}
+VALUES_SHOWN = 80
+ARITHMETIC = ("precision", "memory_format", "compile", "threads")
+TIMES = "Time of one run, mean over seeds. Training and evaluation are summed over clients; the total is by the clock."
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: headings, and rows whose first cell names the row; an empty one goes on under the name above."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    label: str = ""
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """How many rows each row's name covers; 0 for a row that goes on."""
+        named = [i for i, row in enumerate(self.rows) if row[0]]
+        ends = dict(zip(named, [*named[1:], len(self.rows)], strict=True))
+        return tuple(ends[i] - i if i in ends else 0 for i in range(len(self.rows)))
+
+
+def sizes(roster: Roster) -> Grid:
+    """Images per client and split, and per class over all splits."""
+    total = np.sum(list(roster.counts.values()), axis=0)
+    splits = {split: counts.sum(1) for split, counts in roster.counts.items()}
+    rows = tuple(
+        (name, *(f"{splits[s][k]:,}" for s in splits), *(f"{n:,}" for n in total[k]))
+        for k, name in enumerate(roster.clients)
+    )
+    return Grid(("client", *splits, *roster.classes), rows, "Images per split, then per class over all splits.")
+
+
+def served(record: Record) -> Grid | None:
+    """The server's model beside the personalised ones: three rows a method, None when no method shares a model."""
+    done = [s.results for s in record.systems if s.results and s.results.get("global")]
+    if not done:
+        return None
+    clients = list(done[0]["clients"])
+    rows = [row for results in done for row in _served_rows(results, clients)]
+    return Grid(
+        ("method", "model", *clients, "weighted avg.", "unweighted avg."),
+        tuple(rows),
+        f"Balanced accuracy in percent{_over(done[0])}. The server's model carries each client's own local parts, "
+        "where the method has any.",
+    )
+
+
+def _served_rows(results: dict[str, Any], clients: Sequence[str]) -> list[tuple[str, ...]]:
+    """Personal, server's and their difference."""
+    averages = ("weighted_average", "unweighted_average")
+
+    def figures(part: dict[str, Any]) -> list[float | None]:
+        scores = [part["clients"][name]["balanced_accuracy"] for name in clients]
+        return [_mean(values) for values in scores] + [part["summary"][name]["mean"] for name in averages]
+
+    own, theirs = figures(results), figures(results["global"])
+    gaps = [None if a is None or b is None else a - b for a, b in zip(own, theirs, strict=True)]
+    return [
+        (results["label"], "personal", *map(percent, own)),
+        ("", "server's", *map(percent, theirs)),
+        ("", "personal − server's", *map(signed, gaps)),
+    ]
+
+
+def _over(results: dict[str, Any]) -> str:
+    """The words "mean over 3 seeds" after a comma, where there are several seeds."""
+    return f", mean over {len(results['seeds'])} seeds" if len(results["seeds"]) > 1 else ""
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are defined."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def all_metrics(system: System) -> Grid | None:
+    """Every metric of one method's personal models, a row a client, mean over seeds."""
+    if system.results is None:
+        return None
+    rows = tuple(
+        (
+            name,
+            f"{client['n_train']:,}",
+            f"{client['n_test']:,}",
+            *(percent(_mean(client[metric])) for metric in METRICS),
+            " / ".join(str(n) for n in client["support"]),
+        )
+        for name, client in system.results["clients"].items()
+    )
+    headings = ("client", "train", "test", *METRICS.values(), "test images per class")
+    over = _over(system.results)
+    return Grid(headings, rows, f"Personal models on test images, in percent{over}.", system.label)
+
+
+def pairs(comparison: dict[str, Any]) -> Grid:
+    """Each method against the reference: difference, interval and corrected p for each measure, and the verdict."""
+    measures = comparison["measures"]
+
+    def cell(found: dict[str, Any]) -> str:
+        return f"{signed(found['difference'])} [{signed(found['low'])}, {signed(found['high'])}]"
+
+    rows = tuple(
+        (
+            pair["method"],
+            *(cell(pair["measures"][name]) for name in measures),
+            _p(pair["measures"][measures[0]]["p_holm"]),
+            _p(pair["wilcoxon"]["p_holm"]),
+            percent(pair["measures"][measures[0]]["smallest_difference"]),
+            pair["verdict"],
+        )
+        for pair in comparison["pairs"]
+    )
+    names = [name.replace("_", " ") for name in measures]
+    headings = ("method", *names, "p", "Wilcoxon p", "smallest difference", "verdict")
+    return Grid(
+        headings,
+        rows,
+        f"Method minus {comparison['reference']}, in points of balanced accuracy, with "
+        f"{100 * comparison['level']:.0f} % intervals from {comparison['draws']:,} paired resamples of seeds and "
+        f"test images. p is Holm-corrected over the methods and belongs, like the smallest difference and the "
+        f"verdict, to the {names[0]}.",
+    )
+
+
+def _p(value: float) -> str:
+    """A p-value with two leading digits."""
+    return "< 0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def own_intervals(comparison: dict[str, Any]) -> Grid:
+    """Each method's balanced accuracy at each client with its interval."""
+    methods = comparison["methods"]
+    clients = list(next(iter(methods.values()))["clients"])
+
+    def cell(found: dict[str, float]) -> str:
+        return f"{percent(found['value'])} [{percent(found['low'])}, {percent(found['high'])}]"
+
+    rows = tuple((label, *(cell(found["clients"][name]) for name in clients)) for label, found in methods.items())
+    return Grid(("method", *clients), rows, "Balanced accuracy in percent with its interval, method by method.")
+
+
+def every_pair(comparison: dict[str, Any]) -> Grid:
+    """Row minus column for all pairs, on the first measure, with uncorrected intervals."""
+    matrix, labels = comparison["matrix"][comparison["measures"][0]], comparison["matrix"]["labels"]
+
+    def cell(i: int, j: int) -> str:
+        values = (matrix[key][i][j] for key in ("difference", "low", "high"))
+        return MISSING if i == j else "{} [{}, {}]".format(*map(signed, values))
+
+    every = range(len(labels))
+    rows = tuple((label, *(cell(i, j) for j in every)) for i, label in enumerate(labels))
+    return Grid(("row − column", *labels), rows, "All pairs, in points of the unweighted average; not corrected.")
+
+
+def skew_p_values(skew: dict[str, Any]) -> Grid:
+    """The two-sample p-value of every two clients' features."""
+    clients, feature = skew["clients"], skew["feature"]
+    rows = tuple(
+        (name, *(MISSING if value is None else _p(value) for value in values))
+        for name, values in zip(clients, feature["p_values"], strict=True)
+    )
+    caption = f"p-values of the two-sample test on features, from {feature['permutations']:,} permutations."
+    return Grid(("client", *clients), rows, caption)
+
+
+def communication(record: Record) -> Grid | None:
+    """Bytes and elements, a row a method (mean over seeds)."""
+    rows = []
+    for system in record.systems:
+        found = (system.results or {}).get("communication")
+        if found is None:
+            continue
+        visits = _visits(system)
+        each = [size(found[key] / visits) if visits else MISSING for key in ("bytes_up", "bytes_down")]
+        totals = [size(found[key]) for key in ("bytes_up", "bytes_down")]
+        elements = [f"{found[key]:,}" for key in ("shared_elements", "statistic_elements")]
+        rows.append((system.label, *each, *totals, *elements))
+    headings = (
+        "method", "up, a client and round", "down, a client and round", "up, whole run", "down, whole run",
+        "shared elements", "statistic elements",
+    )  # fmt: skip
+    caption = "Length of the encoded messages; elements are the numbers in one client's message."
+    return Grid(headings, tuple(rows), caption) if rows else None
+
+
+def _visits(system: System) -> float:
+    """Client-rounds with an upload in one run, mean over seeds."""
+    ups = [{(m["round"], m["client"]) for m in run.messages if m["direction"] == "up"} for run in system.runs]
+    return float(np.mean([len(found) for found in ups])) if ups else 0.0
+
+
+def client_traffic(system: System) -> Grid | None:
+    """Bytes of each client over one run, mean over seeds."""
+    found = series.bytes_by_client(system)
+    rows = tuple((client, size(up), size(down)) for client, (up, down) in found.items())
+    return Grid(("client", "up", "down"), rows, "Bytes over a whole run.", system.label) if rows else None
+
+
+def times(record: Record) -> Grid | None:
+    """Time of one run, a row a method (mean over seeds)."""
+    found = {s.label: s.results["seconds"] for s in record.systems if s.results}
+    phases = list(dict.fromkeys(phase for spans in found.values() for phase in spans))
+    rows = tuple((label, *(duration(spans.get(p)) for p in phases)) for label, spans in found.items())
+    return Grid(("method", *phases), rows, TIMES) if rows else None
+
+
+def differing_options(record: Record) -> Grid | None:
+    """The keys that methods share but set differently; None for a single method or no such key."""
+    configs = {s.label: dict(flat({**s.runs[0].config, "seed": None})) for s in record.systems}
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    values = {key: [_value(config[key]) if key in config else MISSING for config in configs.values()] for key in keys}
+    rows = tuple((key, *found) for key, found in values.items() if len({*found} - {MISSING}) > 1)
+    return Grid(("key", *configs), rows) if rows else None
+
+
+def _value(value: object) -> str:
+    """A configuration value as TOML would nearly have it, cut when long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= VALUES_SHOWN else text[: VALUES_SHOWN - 1] + "…"
+
+
+def environment(record: Record) -> Grid | None:
+    """What the first run recorded of the machine and the software, and which arithmetic it chose."""
+    run = record.systems[0].runs[0]
+    training = run.config.get("training", {})
+    chosen = {f"training.{key}": training[key] for key in ARITHMETIC if key in training}
+    found = {**dict(flat(run.environment)), **chosen}
+    rows = tuple((key, _value(value)) for key, value in found.items())
+    return Grid(("item", "value"), rows) if rows else None
+
+
+def rerun(record: Record) -> list[str]:
+    """Commands that repeat every run from its own complete configuration, into new folders."""
+    root = record.folder.name
+    commands = []
+    for system in record.systems:
+        for run in system.runs:
+            inside = run.folder.relative_to(record.folder)
+            config, out = f"{root}/{inside}/config.toml", f"{root}-again/{inside}"
+            if record.kind == "run":
+                config, out = f"{root}/config.toml", f"{root}-again"
+            commands.append(f"wardround run {shlex.quote(config)} --out {shlex.quote(out)}")
+    return [*commands, f"wardround report {shlex.quote(root + '-again')}"]

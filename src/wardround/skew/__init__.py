@@ -1,0 +1,1 @@
+"""How the clients differ before any training: in their labels, sizes, features and concepts."""

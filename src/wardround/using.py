@@ -1,0 +1,195 @@
+"""A finished run put to use: one client's model from its folder, predictions for new images, export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wardround import __version__
+from wardround.answering import MEMORY, PERSONAL, STATE, set_label_counts
+from wardround.config import Experiment, experiment_from, load_experiment
+from wardround.data import Samples
+from wardround.data.federation import samples
+from wardround.data.images import ImageOpener, decode
+from wardround.data.records import ImageRef
+from wardround.data.transforms import centre_crop
+from wardround.errors import InputError, suggestion
+from wardround.experiment import build_model, pick_device
+from wardround.federation.checkpoints import Checkpoints
+from wardround.federation.files import write_atomically
+from wardround.federation.messages import plain_copy
+from wardround.methods.base import Method
+from wardround.models.classifier import Classifier
+from wardround.training.client import Client
+from wardround.training.inputs import ImageInputs
+
+Which = Literal["personal", "server"]
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that is ready to predict.
+
+    Attributes:
+        client: whose model it is.
+        experiment: how it was made.
+        method: knows how predictions are made.
+        model: with trained weights, in eval mode.
+        classes: names of the logits' columns.
+        counts: the client's training images per class.
+        memory: what the method kept at the client.
+    """
+
+    client: str
+    experiment: Experiment
+    method: Method
+    model: Classifier
+    classes: tuple[str, ...]
+    counts: tuple[int, ...]
+    memory: dict[str, Tensor]
+
+    def logits(self, images: np.ndarray) -> np.ndarray:
+        """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores."""
+        device = next(self.model.parameters()).device
+        data = centre_crop(images, self.experiment.data.image_size)
+        client = self._client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
+        with torch.inference_mode():
+            parts = [
+                self.method.predict(client, client.inputs.batch(rows, None)).float().cpu()
+                for rows in torch.split(torch.arange(len(data)), BATCH)
+            ]
+        return torch.cat(parts).numpy()
+
+    def _client(self, data: Samples, device: torch.device) -> Client:
+        size = self.experiment.data.image_size
+        return Client(
+            name=self.client,
+            round=self.experiment.rounds,
+            seed=self.experiment.seed,
+            model=self.model,
+            inputs=ImageInputs(self.model, data, size, "none", device),
+            labels=torch.from_numpy(data.labels),
+            counts=torch.tensor(self.counts),
+            options=self.experiment.training,
+            memory=self.memory,
+        )
+
+
+def load_trained(folder: Path, client: str, which: Which = "personal") -> TrainedModel:
+    """One client's model from a run's folder.
+
+    Args:
+        folder: of a run (not of a comparison).
+        client: its name.
+        which: `personal` is the model after the client's last local training, the one that `results.json` speaks
+            of; `server` is the server's last model with the client's own local parts.
+
+    Raises:
+        InputError: no run there, no such client, no whole checkpoint, or no personal model of that client.
+    """
+    experiment, roster = _read_run(folder)
+    entries = {entry["name"]: entry for entry in roster["clients"]}
+    if client not in entries:
+        raise InputError(f"--client {client}: {folder} has no such client{suggestion(client, entries)}")
+    checkpoint = Checkpoints(folder / "checkpoints", experiment.digest()).latest()
+    if checkpoint is None:
+        raise InputError(f"{folder / 'checkpoints'}: holds no whole checkpoint")
+    method, model = build_model(experiment, len(roster["classes"]))
+    stored = checkpoint.client(client)
+    state = checkpoint.server().state | _under(stored, STATE)
+    if which == "personal":
+        if checkpoint.round < experiment.rounds:
+            raise InputError(
+                f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
+                "are kept at its end: finish it with --resume, or take --model server"
+            )
+        state |= _under(stored, PERSONAL)
+    model.load_state_dict(state, strict=False)
+    counts = tuple(entries[client]["counts"]["train"])
+    set_label_counts(model, torch.tensor(counts))
+    model.to(pick_device(experiment.training.device)).eval()
+    return TrainedModel(client, experiment, method, model, tuple(roster["classes"]), counts, _under(stored, MEMORY))
+
+
+def predict(trained: TrainedModel, files: Sequence[Path]) -> list[dict[str, Any]]:
+    """For each image file its most probable class and the probability of every class.
+
+    Raises:
+        InputError: a file is missing or does not decode; it is named.
+    """
+    opener, how = ImageOpener(), trained.experiment.data.decoding
+    images = np.stack([decode(ImageRef(file), how, opener) for file in files])
+    logits = torch.from_numpy(trained.logits(images))
+    return [
+        {
+            "image": str(file),
+            "label": trained.classes[int(row.argmax())],
+            "probabilities": dict(zip(trained.classes, torch.softmax(row, 0).tolist(), strict=True)),
+            "logits": row.tolist(),
+        }
+        for file, row in zip(files, logits, strict=True)
+    ]
+
+
+def export(trained: TrainedModel, file: Path) -> None:
+    """Write every tensor of the model, frozen ones too, as safetensors; `load_exported` reads it back.
+
+    The metadata say how to rebuild the network and how its images are made.
+    """
+    import safetensors.torch
+
+    if trained.memory:
+        raise InputError(f"method {trained.method.name!r} predicts with more than a network; it cannot be exported yet")
+    about = {
+        "wardround": __version__,
+        "client": trained.client,
+        "classes": trained.classes,
+        "counts": trained.counts,
+        "experiment": trained.experiment.to_toml(),
+    }
+    state = {name: plain_copy(tensor) for name, tensor in trained.model.state_dict().items()}
+    write_atomically(file, safetensors.torch.save(state, metadata={"wardround": json.dumps(about, sort_keys=True)}))
+
+
+def load_exported(file: Path) -> TrainedModel:
+    """The model that `export` wrote, without the run's folder and without any pretrained weights.
+
+    Raises:
+        InputError: not a file that `export` wrote.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            about = json.loads((opened.metadata() or {})["wardround"])
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InputError(f"{file}: not a model that `wardround export` wrote ({error})") from error
+    experiment = experiment_from(about["experiment"], str(file))
+    bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
+    method, model = build_model(bare, len(about["classes"]))
+    model.load_state_dict(state)
+    set_label_counts(model, torch.tensor(about["counts"]))
+    return TrainedModel(
+        about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), {}
+    )
+
+
+def _read_run(folder: Path) -> tuple[Experiment, dict[str, Any]]:
+    config, roster = folder / "config.toml", folder / "federation.json"
+    if not config.exists() or not roster.exists():
+        raise InputError(f"{folder}: holds no run (it would hold config.toml and federation.json)")
+    return load_experiment(config), json.loads(roster.read_text())
+
+
+def _under(stored: dict[str, Tensor], space: str) -> dict[str, Tensor]:
+    start = space + "/"
+    return {name.removeprefix(start): t for name, t in stored.items() if name.startswith(start)}
