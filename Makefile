@@ -1,0 +1,28 @@
+# Every target sets up its own environment. `make demo` and `make test` are all that a new user needs.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/wardround compare examples/demo.toml --methods isolated,fedavg,pafp-alt --seeds 2 --out demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py --all
+
+clean:
+	rm -rf .venv demo
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
