@@ -20,7 +20,7 @@ from wardround.data import Federation, Samples, SplitName
 from wardround.evaluation.metrics import evaluate_probabilities, softmax
 from wardround.evaluation.predictions import write_predictions
 from wardround.federation.codecs import Codec
-from wardround.federation.messages import BadMessage, Message, Spec, check, named, plain_copy
+from wardround.federation.messages import BadMessage, Message, Schema, Spec, check, named, plain_copy
 from wardround.federation.rounds import EVALUATE
 from wardround.federation.rules import Owner
 from wardround.federation.store import ClientStore
@@ -83,7 +83,7 @@ class Answerer:
 
     def reply(self, name: str, message: Message) -> Message:
         """Load the client, do what `message` asks, keep its local state, and say what may be said."""
-        client = self._load(name, message)
+        client = self.load(name, message)
         scalars: dict[str, Any] = {"examples": len(client)}
         if message.scalars.get("evaluate_received") and self.side.initial_state:
             scalars["received"] = self._evaluate(client, "received", final=message.scalars["phase"] == EVALUATE)
@@ -92,13 +92,13 @@ class Answerer:
         started = time.perf_counter()
         scalars["loss"] = _finite(self.method.train(client, message.scalars["phase"])) if len(client) else None
         scalars["seconds"] = time.perf_counter() - started
-        tensors = self._outgoing(client)
+        tensors = self._outgoing(client, message.scalars["phase"])
         self._keep(client)
         if message.scalars.get("evaluate_personal"):
             scalars["personal"] = self._evaluate(client, "personal", final=bool(message.scalars.get("final")))
         scalars["log"] = {key: _finite(value) for key, value in client.log.items()}
         if message.scalars.get("checkpoint"):
-            self._checkpoint(client, final=bool(message.scalars.get("final")))
+            self._checkpoint(client, message.scalars["checkpoint_round"], final=bool(message.scalars.get("final")))
         return Message(tensors, scalars)
 
     def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -115,6 +115,30 @@ class Answerer:
 
     # ---- loading and keeping
 
+    def load(self, name: str, message: Message) -> Client:
+        """Put the received shared state and the client's own into the model, which is then this client's."""
+        stored = self.store.get(name)
+        with torch.no_grad():
+            for entry, tensor in ({**self._initial, **under(STATE, stored)} | message.under(STATE)).items():
+                self._entries[entry].copy_(tensor)
+        train = self.federation.client(name).train
+        counts = torch.from_numpy(train.counts(len(self.federation.classes)))
+        set_label_counts(self.model, counts)
+        if self.model.training:
+            self.model.eval()
+        return Client(
+            name=name,
+            round=int(message.scalars["round"]),
+            seed=self.seed,
+            model=self.model,
+            inputs=self.client_inputs(name, "train"),
+            labels=torch.from_numpy(train.labels),
+            counts=counts,
+            options=self.options,
+            received=self._own(message.under("target")),
+            memory=self._own(under(MEMORY, stored)),
+        )
+
     def _decode(self, frame: bytes) -> Message:
         if self._broadcast is None or self._broadcast[0] is not frame:
             message = self.codec.decode(frame)
@@ -126,59 +150,38 @@ class Answerer:
             self._broadcast = (frame, message)
         return self._broadcast[1]
 
-    def _load(self, name: str, message: Message) -> Client:
-        stored = self.store.get(name)
-        local = {n.removeprefix(STATE + "/"): t for n, t in stored.items() if n.startswith(STATE + "/")}
-        memory = {n.removeprefix(MEMORY + "/"): t for n, t in stored.items() if n.startswith(MEMORY + "/")}
-        with torch.no_grad():
-            for entry, tensor in ({**self._initial, **local} | message.under(STATE)).items():
-                self._entries[entry].copy_(tensor)
-        train = self.federation.client(name).train
-        counts = torch.from_numpy(train.counts(len(self.federation.classes)))
-        set_label_counts(self.model, counts)
-        self.model.eval()
-        return Client(
-            name=name,
-            round=int(message.scalars["round"]),
-            seed=self.seed,
-            model=self.model,
-            inputs=self.client_inputs(name, "train"),
-            labels=torch.from_numpy(train.labels),
-            counts=counts,
-            options=self.options,
-            received=message.under("target"),
-            memory=memory,
-        )
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the model's device: one client's changes reach neither the store nor the next client."""
+        device = next(iter(self._entries.values())).device
+        return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
 
     def _copy(self, *owners: Owner) -> dict[str, Tensor]:
         entries = self.side.rules.pick(self._entries, *owners)
         return {name: plain_copy(tensor) for name, tensor in entries.items()}
 
-    def _outgoing(self, client: Client) -> dict[str, Tensor]:
-        """Shared state and statistics; a client without images sends zeros, which count for nothing."""
-        shared = self._copy(Owner.SHARED)
+    def _outgoing(self, client: Client, phase: str) -> dict[str, Tensor]:
+        """Shared state and statistics; a client without images sends zeros, which count for nothing.
+
+        They are views into the model: the codec copies them into the frame.
+        """
+        shared = self.side.rules.pick(self._entries, Owner.SHARED)
         self.side.rules.refuse_private(shared)
-        found = self.method.statistics(client) if len(client) else {}
-        statistics = {
-            name: found[name].detach().cpu() if name in found else torch.zeros(tuple(shape))
-            for name, shape in self.side.statistic_shapes.items()
-        }
-        tensors = named(STATE, shared) | named("statistic", statistics)
-        try:
-            check(Message(tensors), self.side.reply_schema("train"))
-        except BadMessage as bad:
-            raise BadMessage(f"training went wrong: {bad}; a smaller training.lr may help") from bad
-        return tensors
+        if len(client):
+            statistics = {name: plain_copy(tensor) for name, tensor in self.method.statistics(client).items()}
+        else:
+            statistics = {name: torch.zeros(tuple(shape)) for name, shape in self.side.statistic_shapes.items()}
+        return _sound(named(STATE, shared) | named("statistic", statistics), self.side.reply_schema(phase))
 
     def _keep(self, client: Client) -> None:
-        """Store local state and method memory, once the update has proved finite."""
-        local = self._copy(Owner.LOCAL)
-        self.store.put(client.name, named(STATE, local) | named(MEMORY, client.memory))
+        """Store local state and method memory, once all that training has left proved finite."""
+        kept = named(STATE, self.side.rules.pick(self._entries, Owner.LOCAL)) | named(MEMORY, client.memory)
+        self.store.put(client.name, _sound(kept, {name: Spec.of(tensor) for name, tensor in kept.items()}))
 
-    def _checkpoint(self, client: Client, final: bool) -> None:
+    def _checkpoint(self, client: Client, round: int, final: bool) -> None:
+        """Save the client's state for the checkpoint of `round`, this one or a later one."""
         if self.folder is not None:
             personal = named(PERSONAL, self._copy(Owner.SHARED)) if final else {}
-            partial = self.folder / "checkpoints" / f"round-{client.round:04d}.partial"
+            partial = self.folder / "checkpoints" / f"round-{round:04d}.partial"
             self.store.save(client.name, partial, personal)
 
     # ---- evaluation
@@ -201,17 +204,38 @@ class Answerer:
         """The personal model's logits `(N, C)`, float32, on one split."""
         inputs = self.client_inputs(client.name, split)
         client.model.eval()
-        parts = []
-        with torch.inference_mode(), client.arithmetic():
-            for rows in torch.split(torch.arange(len(samples)), EVALUATION_BATCH) if len(samples) else ():
-                parts.append(self.method.predict(client, inputs.batch(rows, None)).float().cpu())
-        return torch.cat(parts).numpy() if parts else np.zeros((0, len(self.federation.classes)), np.float32)
+        parts = [torch.zeros(0, len(self.federation.classes))]
+        with torch.inference_mode():
+            for start in range(0, len(samples), EVALUATION_BATCH):
+                rows = torch.arange(start, min(start + EVALUATION_BATCH, len(samples)))
+                batch = inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
+                with client.arithmetic():
+                    parts.append(self.method.predict(client, batch).float().cpu())
+        return torch.cat(parts).numpy()
 
 
 def set_label_counts(model: Classifier, counts: Tensor) -> None:
     """Tell a logit corrector, if the model has one, the client's training images per class `(C,)`."""
     if isinstance(model.corrector, LogitCorrector):
         model.corrector.set_counts(counts)
+
+
+def under(space: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A client's stored tensors of one name space, by the rest of their name."""
+    return Message(stored).under(space)
+
+
+def _sound(tensors: dict[str, Tensor], schema: Schema) -> dict[str, Tensor]:
+    """`tensors`, unless they are not those of `schema` or not finite.
+
+    Raises:
+        BadMessage: names the first of them.
+    """
+    try:
+        check(Message(tensors), schema)
+    except BadMessage as bad:
+        raise BadMessage(f"training went wrong: {bad}; a smaller training.lr may help") from bad
+    return tensors
 
 
 def _finite(value: float) -> float | None:

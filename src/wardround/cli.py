@@ -19,6 +19,7 @@ from wardround.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from wardround.config import Experiment
+    from wardround.data.findings import DataReport
 
 P = ParamSpec("P")
 
@@ -38,8 +39,8 @@ Workers = Annotated[int | None, typer.Option(min=1, help="worker processes; by d
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
-def command(name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a command whose errors become messages and exit statuses."""
+def command(name: str, interrupted: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a command whose errors become messages and exit statuses; `interrupted` is said at Ctrl-C."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -50,8 +51,12 @@ def command(name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
                 _stop(str(error), 2)
             except RunError as error:
                 _stop(str(error), 1)
+            except BrokenPipeError:  # whoever read our output has gone; click ends quietly
+                raise
+            except OSError as error:
+                _stop(f"{error.filename or 'system'}: {error.strerror or error}", 1)
             except KeyboardInterrupt:
-                _stop("stopped; what is finished is kept: the same command (for `run` with --resume) goes on", 130)
+                _stop(interrupted, 130)
 
         app.command(name)(guarded)
         return guarded
@@ -64,24 +69,36 @@ def _stop(text: str, status: int) -> None:
     raise typer.Exit(status)
 
 
-@command("run")
+def _say(text: object) -> None:
+    """A line for whoever reads the results, as it is: no markup, no line breaks of ours."""
+    out_console.print(str(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(text: str) -> None:
+    """A line for whoever waits."""
+    err_console.print(f"{text} ...", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@command("run", "stopped; what is finished is kept, and the same command with --resume goes on")
 def run_command(
     experiment: ExperimentFile,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; by default runs/<name>-<method>")] = None,
     workers: Workers = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on after the last checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on after the last checkpoint, also with more rounds")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one federation with one method."""
     config = _load(experiment, overrides)
     from wardround.display import RunDisplay
-    from wardround.evaluation.tables import results_table, to_rich
     from wardround.experiment import run
     from wardround.report.page import write_report
 
     folder = out or Path("runs") / f"{experiment.stem}-{config.method['name']}"
     display = RunDisplay(err_console, config.rounds)
+    _tell("reading images, building the model")
     try:
         results = run(config, folder, resume=resume, workers=workers, observers=[display])
     finally:
@@ -90,20 +107,22 @@ def run_command(
     if as_json:
         print(json.dumps(results))
         return
-    out_console.print(to_rich(results_table([results])))
+    _show_results([results])
     _say_traffic(results)
-    _warn(results["warnings"])
-    out_console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    _say_notes(folder, results["warnings"])
+    _say(f"report: {page}")
 
 
-@command("compare")
+@command("compare", "stopped; what is finished is kept, and the same command goes on")
 def compare_command(
     experiment: ExperimentFile,
-    methods: Annotated[str, typer.Option(help="comma-separated methods, presets or variants, each with :key=value")],
+    methods: Annotated[
+        str, typer.Option(help="comma-separated methods, presets or variants, each with any number of :key=value")
+    ],
     seeds: Annotated[int, typer.Option(min=1, help="how many seeds, from the experiment's own upwards")] = 1,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="the folder; by default runs/<name>-compare")] = None,
-    workers: Workers = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="runs at once; by default one a core")] = None,
     reference: Annotated[str | None, typer.Option(help="compare the others with this one; by default the best")] = None,
     skew: Annotated[bool, typer.Option(help="measure first how the clients differ")] = True,
     as_json: AsJson = False,
@@ -113,26 +132,25 @@ def compare_command(
     Finished runs in the folder are kept; interrupted ones go on.
     """
     config = _load(experiment, overrides)
-    from wardround.comparing import compare, systems_named
+    from wardround.comparing import compare
     from wardround.display import CompareDisplay
-    from wardround.report.page import write_report
+    from wardround.systems import systems_named
 
     systems = systems_named(config, [name.strip() for name in methods.split(",") if name.strip()])
     folder = out or Path("runs") / f"{experiment.stem}-compare"
-    if skew and not (folder / "skew" / "skew.json").exists():
-        _measure(config, folder / "skew")
+    before = functools.partial(_measure_once, config, folder / "skew") if skew else None
     display = CompareDisplay(err_console)
-    every = range(config.seed, config.seed + seeds)
+    _tell("reading images, building the models")
+    failure = None
     try:
-        comparison = compare(systems, every, folder, display, workers, reference)
+        compare(systems, range(config.seed, config.seed + seeds), folder, display, workers, reference, before)
+    except RunError as error:
+        failure = error
     finally:
         display.close()
-    page = write_report(folder)
-    if as_json:
-        print(json.dumps(comparison))
-        return
-    _print_comparison(folder, [system.folder_name for system in systems], comparison)
-    out_console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    _tell_comparison(folder, [system.folder_name for system in systems], as_json)
+    if failure:
+        raise failure
 
 
 @command("skew")
@@ -141,7 +159,7 @@ def skew_command(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="the folder; by default runs/<name>-skew")] = None,
     estimator: Annotated[Literal["biased", "unbiased"], typer.Option(help="of the MMD")] = "biased",
-    squared: Annotated[bool, typer.Option(help="report MMD squared")] = False,
+    squared: Annotated[bool, typer.Option("--squared", help="report MMD squared")] = False,
     bandwidth: Annotated[Literal["global", "pair"], typer.Option(help="one for all pairs, or one a pair")] = "global",
     permutations: Annotated[int, typer.Option(min=1, help="of each two-sample test")] = 500,
     max_images: Annotated[int, typer.Option(min=2, help="of each client")] = 500,
@@ -153,104 +171,165 @@ def skew_command(
     sizes = {"permutations": permutations, "max_images": max_images}
     folder = out or Path("runs") / f"{experiment.stem}-skew"
     found = _measure(config, folder, **choices, **sizes)
+    if as_json:
+        print(json.dumps(found))
+        return
     from wardround.skew.analyse import skew_text
 
-    print(json.dumps(found)) if as_json else out_console.print(skew_text(found), f"written to {folder}/skew.json")
+    out_console.print(skew_text(found))
+    _say(f"written to {folder / 'skew.json'}")
 
 
 @command("report")
-def report_command(folder: Annotated[Path, typer.Argument(help="of a run or a comparison")]) -> None:
+def report_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a run or a comparison")],
+) -> None:
     """Write FOLDER/report.html anew."""
     from wardround.report.page import write_report
 
-    out_console.print(str(write_report(folder)), markup=False, highlight=False, soft_wrap=True)
+    _say(write_report(folder))
 
 
 @command("predict")
 def predict_command(
-    folder: Annotated[Path, typer.Argument(help="of a run")],
-    images: Annotated[list[Path], typer.Argument(help="image files")],
-    client: Annotated[str, typer.Option(help="whose model")],
-    model: Annotated[Literal["personal", "server"], typer.Option(help="which of its models")] = "personal",
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a run; or a file that `export` wrote")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files")],
+    client: Annotated[str | None, typer.Option(help="whose model; a file has only one")] = None,
+    model: Annotated[Literal["personal", "server"], typer.Option(help="which of the client's models")] = "personal",
     as_json: AsJson = False,
 ) -> None:
     """Classify new images with one client's model."""
-    from wardround.using import load_trained, predict
+    from wardround.using import load_exported, load_trained, predict
 
-    found = predict(load_trained(folder, client, model), images)
+    trained = load_exported(source) if source.is_file() else load_trained(source, client, model)
+    found = predict(trained, images)
     if as_json:
         print(json.dumps(found))
         return
     for entry in found:
         ranked = sorted(entry["probabilities"].items(), key=lambda item: -item[1])
         shown = "  ".join(f"{name} {probability:.3f}" for name, probability in ranked[:5])
-        out_console.print(f"{entry['image']}: {shown}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"{entry['image']}: {shown}")
 
 
 @command("export")
 def export_command(
-    folder: Annotated[Path, typer.Argument(help="of a run")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a run")],
     client: Annotated[str, typer.Option(help="whose model")],
     to: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="the file to write")],
-    model: Annotated[Literal["personal", "server"], typer.Option(help="which of its models")] = "personal",
+    model: Annotated[Literal["personal", "server"], typer.Option(help="which of the client's models")] = "personal",
 ) -> None:
     """Write one client's model to a safetensors file."""
     from wardround.using import export, load_trained
 
     export(load_trained(folder, client, model), to)
-    out_console.print(str(to), markup=False, highlight=False, soft_wrap=True)
+    _say(to)
 
 
 @command("methods")
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="show this method's keys")] = None, as_json: AsJson = False
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="show this method's keys")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the methods, with citations; or one method's keys."""
-    from wardround.methods.describing import describe_method, describe_methods, method_table, methods_table
+    from wardround.methods.describing import describe_method, describe_methods
 
     if name is None:
-        listed = describe_methods()
-        print(json.dumps(listed)) if as_json else out_console.print(methods_table(listed))
+        _show_records(describe_methods(), as_json, hide="preset")
         return
     one = describe_method(name)
-    print(json.dumps(one)) if as_json else out_console.print(method_table(one))
+    if as_json:
+        print(json.dumps(one))
+        return
+    from rich.markdown import Markdown
+
+    from wardround import listing
+
+    out_console.print(f"[bold]{one['name']}[/bold]", one["title"], "", sep="\n", highlight=False)
+    out_console.print(Markdown(one["text"]), "", one["citation"], sep="\n", markup=False, highlight=False)
+    if one["keys"]:
+        out_console.print("", listing.keys(one["keys"]), sep="\n")
 
 
 @command("datasets")
-def datasets_command(as_json: AsJson = False) -> None:
+def datasets_command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="only those whose name contains this")] = None,
+    as_json: AsJson = False,
+) -> None:
     """List the data sets that can be read by name, with citations."""
     from dataclasses import asdict
 
     from wardround.data.sources import all_datasets
 
-    _print_records([asdict(entry) for entry in all_datasets()], as_json)
+    _show_records(_containing(name, [asdict(entry) for entry in all_datasets()]), as_json)
 
 
 @command("backbones")
-def backbones_command(as_json: AsJson = False) -> None:
+def backbones_command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="only those whose name contains this")] = None,
+    as_json: AsJson = False,
+) -> None:
     """List the networks that can be trained, with citations."""
     from dataclasses import asdict
 
     from wardround.models.catalogue import BACKBONES
 
-    _print_records([asdict(entry) | {"citation": entry.citation} for entry in BACKBONES], as_json)
+    listed = [asdict(entry) | {"citation": entry.citation} for entry in BACKBONES]
+    _show_records(_containing(name, listed), as_json)
+
+
+@command("keys")
+def keys_command(
+    section: Annotated[
+        str | None, typer.Argument(metavar="SECTION", help="only this section, such as training or data.phantoms")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the keys of an experiment file: default, meaning, what is allowed."""
+    from wardround.config import experiment_keys
+
+    described = experiment_keys(section)
+    if as_json:
+        print(json.dumps(described))
+        return
+    from wardround import listing
+
+    out_console.print(listing.keys(described))
+    if section is None:
+        _say("The keys of [method] depend on its name: `wardround methods NAME`.")
 
 
 @command("check-data")
 def check_data_command(
-    path: Annotated[Path, typer.Argument(help="a table, a folder site/class/image, or an .npz file")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="a table, a folder site/class/image, an .npz file; or an experiment file that says how to read",
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Say everything that is wrong with a table or folder of images. Status 2 when it is not fit for use."""
     from wardround.data.checking import check_data
 
-    report = check_data(path)
+    report = _check_experiment(path) if path.suffix == ".toml" else check_data(path)
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
-        out_console.print(report.render(), markup=False, highlight=False, soft_wrap=True)
+        _say(report.render())
     if not report.fit:
         raise typer.Exit(2)
+
+
+def _check_experiment(file: Path) -> DataReport:
+    """Check the images of an experiment file, with its columns, sites and splits."""
+    from wardround.data.checking import check_data
+
+    data = _load(file, None).data
+    if data.path is None:
+        raise InputError(f"{file}: data.path is not set, so there are no files to check")
+    return check_data(Path(data.path), data)
 
 
 @app.callback(invoke_without_command=True)
@@ -271,51 +350,88 @@ def _load(file: Path, overrides: list[str] | None) -> Experiment:
 def _measure(config: Experiment, folder: Path, **choices: Any) -> dict[str, Any]:
     """Measure skew and write `skew.json`."""
     from wardround.data.read import read_federation
-    from wardround.experiment import write_json
     from wardround.measuring import measure_skew
+    from wardround.run_folder import write_json
 
     found = measure_skew(config, read_federation(config.data, config.seed), **choices)
     write_json(folder / "skew.json", found)
     return found
 
 
-def _print_comparison(folder: Path, names: list[str], comparison: dict[str, Any]) -> None:
-    from wardround.evaluation.tables import results_table, to_rich
+def _measure_once(config: Experiment, folder: Path) -> None:
+    if not (folder / "skew.json").exists():
+        _tell("measuring how the clients differ")
+        _measure(config, folder)
 
-    results = [json.loads((folder / name / "results.json").read_text()) for name in names]
-    out_console.print(to_rich(results_table(results)))
-    if any(result["global"] for result in results):
-        out_console.print(to_rich(results_table([r for r in results if r["global"]], model="global")))
+
+def _tell_comparison(folder: Path, names: list[str], as_json: bool) -> None:
+    """What the finished systems say, also when others failed; nothing while there is no comparison."""
+    from wardround.comparing import COMPARISON
+    from wardround.report.page import write_report
+
+    if not (folder / COMPARISON).exists():
+        return
+    page = write_report(folder)
+    comparison = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
+    if as_json:
+        print(json.dumps(comparison))
+        return
+    files = [folder / name / "results.json" for name in names]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    _show_results(results)
+    _say_findings(comparison)
+    _say_notes(folder, sorted({warning for result in results for warning in result["warnings"]}))
+    _say(f"report: {page}")
+
+
+def _show_results(results: list[dict[str, Any]]) -> None:
+    """The table of the clients' own models and, of methods that have one, that of the server's model."""
+    from wardround.display import print_tables
+    from wardround.evaluation.tables import results_table
+
+    served = [result for result in results if result["global"]]
+    print_tables(out_console, [results_table(results), *([results_table(served, model="global")] if served else [])])
+
+
+def _say_findings(comparison: dict[str, Any]) -> None:
     for pair in comparison["pairs"]:
-        out_console.print(f"- {pair['sentence']}", markup=False, highlight=False)
-    smallest = comparison["smallest_difference"]["unweighted"]
+        _say(f"- {pair['sentence']}")
+    smallest = comparison["smallest_difference"]["unweighted_average"]
     if smallest is not None:
-        out_console.print(f"Smallest difference of the unweighted mean that this test set can show: {smallest:.3f}")
-    _warn(sorted({warning for result in results for warning in result["warnings"]}))
+        _say(f"Smallest difference of the unweighted mean that this test set can show: {smallest:.3f}")
 
 
 def _say_traffic(results: dict[str, Any]) -> None:
     traffic = results["communication"]
     up, down = (traffic[key] / 1e6 for key in ("bytes_up", "bytes_down"))
-    out_console.print(f"communication: {up:.1f} MB up, {down:.1f} MB down in {results['rounds']} rounds")
+    _say(f"communication: {up:.1f} MB up, {down:.1f} MB down in {results['rounds']} rounds")
 
 
-def _warn(warnings: list[str]) -> None:
-    for warning in warnings:
-        err_console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+def _say_notes(folder: Path, warnings: list[str], most: int = 10) -> None:
+    """What was found odd about the data, and what to beware of in the results."""
+    roster = json.loads((folder / "federation.json").read_text(encoding="utf-8"))
+    more = [f"and {len(warnings) - most} more in results.json"] if len(warnings) > most else []
+    lines = [f"note: {note}" for note in roster["notes"]]
+    lines += [f"warning: {warning}" for warning in [*warnings[:most], *more]]
+    for line in lines:
+        style = "yellow" if line.startswith("warning") else None
+        err_console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_records(records: list[dict[str, Any]], as_json: bool) -> None:
+def _containing(name: str | None, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [record for record in records if name is None or name.lower() in record["name"].lower()]
+    if not found:
+        raise InputError(f"nothing here has {name!r} in its name; without a NAME all are listed")
+    return found
+
+
+def _show_records(records: list[dict[str, Any]], as_json: bool, hide: str = "") -> None:
     if as_json:
         print(json.dumps(records))
         return
-    for record in records:
-        heading, *rest = record.items()
-        out_console.print(str(heading[1]), style="bold", markup=False)
-        for key, value in rest:
-            if value not in (None, ""):
-                text = str(value).replace("\n", "\n    ")
-                out_console.print(f"  {key}: {text}", markup=False, highlight=False)
+    from wardround import listing
+
+    out_console.print(listing.records([{k: v for k, v in record.items() if k != hide} for record in records]))
 
 
 def main() -> None:

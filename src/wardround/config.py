@@ -13,14 +13,22 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator
 
 from wardround.data.options import DataOptions
-from wardround.errors import InputError
+from wardround.errors import InputError, suggestion
 from wardround.federation.codecs import codec_named
+from wardround.federation.files import write_atomically
 from wardround.federation.rounds import RoundOptions
+from wardround.keys import describe_keys
 from wardround.methods.base import Method
-from wardround.methods.registry import method_from
+from wardround.methods.registry import METHODS, method_from
 from wardround.models.options import ModelOptions
 from wardround.options import Options, explain
 from wardround.training.options import TrainingOptions
+from wardround.training.selftest import CHOICES
+
+DEFAULT_METHOD = "fedavg"
+
+# Keys that name a file or folder.
+PATHS = (("data", "path"), ("data", "fold_file"), ("model", "pretrained"))
 
 # Keys that say where and how fast a run happens, but not what it computes.
 _NOT_NUMBERS = (
@@ -63,7 +71,9 @@ class Experiment(Options):
     data: DataOptions = Field(description="where the images come from")
     model: ModelOptions = Field(ModelOptions(), description="the network")
     training: TrainingOptions = Field(TrainingOptions(), description="local training")
-    method: dict[str, Any] = Field(default_factory=lambda: {"name": "fedavg"}, description="name and its own keys")
+    method: dict[str, Any] = Field(
+        default_factory=lambda: {"name": DEFAULT_METHOD}, description="name and its own keys"
+    )
     federation: RoundOptions = Field(RoundOptions(), description="who takes part, and when to evaluate")
     transport: TransportOptions = Field(TransportOptions(), description="what carries the messages")
     methods: dict[str, dict[str, Any]] = Field(
@@ -96,14 +106,36 @@ class Experiment(Options):
 
     def write(self, file: Path) -> None:
         """Write every key, defaults included, as TOML."""
-        tree = self.complete().to_toml()
-        file.write_text(tomli_w.dumps(tree), encoding="utf-8")
+        write_atomically(file, tomli_w.dumps(self.complete().to_toml()).encode())
+
+    def changed(self, changes: Mapping[str, Any], where: str) -> Experiment:
+        """This experiment with other values for dotted keys: one system of a comparison.
+
+        Another `method.name` starts from that method's defaults and its `[methods.NAME]` section.
+
+        Raises:
+            InputError: keys that do not exist, values that are not allowed; `where` begins the message.
+        """
+        name = changes.get("method.name", self.method.get("name", DEFAULT_METHOD))
+        tree = self.to_toml() | {"methods": {}, "variants": {}}
+        try:
+            apply(tree, {"method.name": name})
+            apply(tree, {f"method.{key}": value for key, value in self.methods.get(str(name), {}).items()})
+            apply(tree, changes)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        return experiment_from(tree, where)
+
+    def variant(self, label: str) -> dict[str, Any]:
+        """What the section `[variants.LABEL]` changes, as dotted keys."""
+        return _dotted(self.variants[label])
 
 
 def load_experiment(file: Path, overrides: Iterable[str] = ()) -> Experiment:
     """Read an experiment file.
 
-    Relative paths in it start from the file's own folder, or from the current one where that does not have them.
+    Relative paths in it start from the file's own folder, or from the current one where that does not have them;
+    those in `overrides` the other way round, for they are typed in the current folder.
 
     Args:
         file: TOML.
@@ -118,13 +150,24 @@ def load_experiment(file: Path, overrides: Iterable[str] = ()) -> Experiment:
         raise InputError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{file}: not TOML: {error}") from error
-    apply(tree, dict(parse_override(text) for text in overrides))
-    experiment = experiment_from(tree, str(file))
-    return experiment.model_copy(update={"data": _resolve(experiment.data, file.parent)})
+    _resolve(tree, [file.parent, Path()])
+    _override(tree, overrides, file.parent)
+    return experiment_from(tree, str(file))
+
+
+def _override(tree: dict[str, Any], overrides: Iterable[str], folder: Path) -> None:
+    """Apply what was typed after `--set`, in place."""
+    typed: dict[str, Any] = {}
+    try:
+        apply(typed, dict(parse_override(text) for text in overrides))
+        _resolve(typed, [Path(), folder])
+        apply(tree, _dotted(typed))
+    except InputError as error:
+        raise InputError(f"--set {error}") from error
 
 
 def experiment_from(tree: Mapping[str, Any], where: str) -> Experiment:
-    """Validate a parsed experiment file; `where` begins the error message.
+    """Validate a parsed experiment file, its method and variants too; `where` begins the error message.
 
     Raises:
         InputError: unknown keys, values that are not allowed.
@@ -133,8 +176,25 @@ def experiment_from(tree: Mapping[str, Any], where: str) -> Experiment:
         experiment = Experiment(**tree)
     except ValidationError as error:
         raise InputError(f"{where}: {explain(error, Experiment)}") from error
-    experiment.bound_method()
+    try:
+        experiment.bound_method()
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    _check_systems(experiment, where)
     return experiment
+
+
+def _check_systems(experiment: Experiment, where: str) -> None:
+    """InputError unless every `[methods.NAME]` and `[variants.LABEL]` gives an experiment, used or not."""
+    for name in experiment.methods:
+        if name not in METHODS:
+            raise InputError(f"{where}: methods.{name}: there is no such method{suggestion(name, METHODS)}")
+        experiment.changed({"method.name": name}, f"{where}: [methods.{name}]")
+    for label in experiment.variants:
+        experiment.changed(experiment.variant(label), f"{where}: [variants.{label}]")
+
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": "none"}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -143,17 +203,20 @@ def parse_override(text: str) -> tuple[str, Any]:
     Raises:
         InputError: there is no `=`.
     """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"--set {text}: expected KEY=VALUE, such as training.lr=0.1")
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise InputError(f"{text}: expected KEY=VALUE, such as training.lr=0.1")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+        return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        return key, _PYTHON_WORDS.get(value, value)
 
 
 def apply(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Set dotted keys in a tree of sections, in place. Another `method.name` clears that section's other keys."""
+    name = changes.get("method.name")
+    if name is not None and isinstance(tree.get("method"), dict) and tree["method"].get("name") != name:
+        tree["method"] = {}
     for key, value in changes.items():
         *path, last = key.split(".")
         section = tree
@@ -161,27 +224,46 @@ def apply(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise InputError(f"{key}: {part} is a value, not a section")
-        if key == "method.name" and section.get("name") != value:
-            section.clear()
         section[last] = value
 
 
+def experiment_keys(section: str | None = None) -> list[dict[str, Any]]:
+    """Every key of an experiment file but those of methods, as `describe_keys` has them.
+
+    Raises:
+        InputError: there is no such section.
+    """
+    every = [one for one in describe_keys(Experiment) if one["key"] not in ("method", "methods", "variants")]
+    chosen = [one for one in every if section is None or f"{one['key']}.".startswith(f"{section}.")]
+    if not chosen:
+        known = {one["key"].rpartition(".")[0] for one in every} - {""}
+        raise InputError(f"there is no section {section!r}{suggestion(str(section), known)}")
+    return chosen
+
+
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:
-    """Keys that decide the numbers and differ, as `key: theirs -> ours`."""
-    mine, other = (_flat(e.complete().to_toml()) for e in (ours, theirs))
-    skipped = {".".join(path) for path in _NOT_NUMBERS}
-    keys = [k for k in sorted(mine.keys() | other.keys()) if not any(f"{k}.".startswith(f"{s}.") for s in skipped)]
-    return [f"{k}: {other.get(k)!r} -> {mine.get(k)!r}" for k in keys if mine.get(k) != other.get(k)]
+    """Keys that decide the numbers and differ, as `key: theirs -> ours`; what is `auto` in ours fits any choice."""
+    mine, other = (_dotted(e.complete().to_toml()) for e in (ours, theirs))
+    skipped = tuple(f"{'.'.join(path)}." for path in _NOT_NUMBERS)
+    chosen = {f"training.{key}" for key in CHOICES if getattr(ours.training, key) == "auto"}
+    keys = [key for key in mine.keys() | other.keys() if key not in chosen and not f"{key}.".startswith(skipped)]
+    return [f"{k}: {other.get(k)!r} -> {mine.get(k)!r}" for k in sorted(keys) if mine.get(k) != other.get(k)]
 
 
-def _resolve(data: DataOptions, folder: Path) -> DataOptions:
-    changes = {}
-    for key in ("path", "fold_file"):
-        value = getattr(data, key)
-        if value is not None:
-            here, beside = Path(value).expanduser(), folder / Path(value).expanduser()
-            changes[key] = str((beside if beside.exists() or not here.exists() else here).resolve())
-    return data.model_copy(update=changes)
+def _resolve(tree: Mapping[str, Any], folders: Iterable[Path]) -> None:
+    """Make the paths in a tree absolute, in place: from the first folder that has them, else from the very first."""
+    homes = list(folders)
+    for changes in _sections(tree.get("variants")):
+        _resolve(changes, homes)
+    for section, key in PATHS:
+        inside = tree.get(section)
+        if isinstance(inside, dict) and isinstance(inside.get(key), str) and inside[key] not in ("", "none"):
+            places = [home / Path(inside[key]).expanduser() for home in homes]
+            inside[key] = str(next((place for place in places if place.exists()), places[0]).resolve())
+
+
+def _sections(tree: Any) -> list[dict[str, Any]]:
+    return [inner for inner in tree.values() if isinstance(inner, dict)] if isinstance(tree, dict) else []
 
 
 def _drop(tree: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -190,11 +272,12 @@ def _drop(tree: dict[str, Any], path: tuple[str, ...]) -> None:
     tree.pop(path[-1], None)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of sections as one dictionary of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= _dotted(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -12,15 +12,60 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from wardround.federation.observers import Observer
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from wardround.evaluation.tables import Table
     from wardround.federation.messages import Message
     from wardround.federation.server import Server
     from wardround.federation.transport import Refused
+
+QUIET_SECONDS = 60.0  # a log file gets a sign of life this often
 
 
 def bars(console: Console) -> Progress:
     """A progress display that is drawn at events only: no thread of its own, so that workers can be forked."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, auto_refresh=False)
+
+
+def print_tables(console: Console, tables: Sequence[Table]) -> None:
+    """Tables of results, and below the last one what the figures are."""
+    for table in tables:
+        console.print(table.title, style="bold", highlight=False)
+        _print_table(console, table)
+    console.print(tables[-1].caption, style="dim", highlight=False)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """On its side where it is too wide for the terminal; at its full width in a file."""
+    from wardround.evaluation.tables import to_rich, transposed
+
+    upright, on_its_side = to_rich(table), to_rich(transposed(table), corner="")
+    for drawn in (upright, on_its_side):
+        drawn.title = drawn.caption = None
+    wanted = _width(console, upright)
+    if not console.is_terminal:
+        Console(file=console.file, width=max(console.width, wanted)).print(upright)
+    elif wanted <= console.width or wanted <= _width(console, on_its_side):
+        console.print(upright)
+    else:
+        console.print(on_its_side)
+
+
+def _width(console: Console, table: RichTable) -> int:
+    """Columns of the terminal that a table wants."""
+    return table.__rich_measure__(console, console.options.update(max_width=10_000)).maximum
+
+
+def in_words(seconds: float) -> str:
+    """A duration for a person.
+
+    >>> in_words(40), in_words(600), in_words(9000)
+    ('40 s', '10 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class RunDisplay(Observer):
@@ -34,12 +79,13 @@ class RunDisplay(Observer):
     def __init__(self, console: Console, rounds: int) -> None:
         self.console, self.rounds = console, rounds
         self._scores: list[float] = []
+        self._share = 0.0  # of a round that one answer is
         self._begun: tuple[float, int] | None = None
         self._bars: tuple[Progress, TaskID] | None = None
 
     def round_started(self, round: int, clients: Sequence[str]) -> None:
         """Begin to count the time."""
-        self._scores = []
+        self._scores, self._share = [], 1 / len(clients)
         if self._begun is None:
             self._begun = (time.monotonic(), round - 1)
             if self.console.is_terminal:
@@ -48,9 +94,12 @@ class RunDisplay(Observer):
                 progress.start()
 
     def answered(self, round: int, phase: str, client: str, answer: Message | Refused) -> None:
-        """Collect scores; a refusal is shown at once."""
+        """Collect scores and move the bar; a refusal is shown at once."""
         from wardround.federation.transport import Refused
 
+        if self._bars:
+            progress, task = self._bars
+            progress.update(task, completed=min(round, progress.tasks[0].completed + self._share), refresh=True)
         if isinstance(answer, Refused):
             self.console.print(f"round {round}: refused {client}: {answer.reason}", style="yellow", markup=False)
             return
@@ -62,7 +111,7 @@ class RunDisplay(Observer):
         score = f"balanced accuracy {sum(self._scores) / len(self._scores):.3f}" if self._scores else ""
         if self._bars:
             progress, task = self._bars
-            progress.update(task, completed=round, description=f"rounds  {score}", refresh=True)
+            progress.update(task, completed=round, description=f"rounds  {score}".rstrip(), refresh=True)
         else:
             self.console.print(f"round {round}/{self.rounds}  {score}  {self._left(round)}".rstrip(), highlight=False)
 
@@ -74,18 +123,18 @@ class RunDisplay(Observer):
     def _left(self, round: int) -> str:
         begun, before = self._begun or (time.monotonic(), 0)
         each = (time.monotonic() - begun) / max(1, round - before)
-        return f"{each:.1f} s a round, {each * (self.rounds - round) / 60:.1f} min left"
+        return f"{each:.1f} s a round, {in_words(each * (self.rounds - round))} left"
 
 
 class CompareDisplay:
-    """A comparison: a bar over all rounds of all runs, or a line a finished run."""
+    """A comparison: a bar over all rounds of all runs; elsewhere a line a finished run and one now and then."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.total = self.done = 0
         self._rounds: dict[tuple[str, int], tuple[int, int]] = {}  # run -> (done, of)
         self._bars: tuple[Progress, TaskID] | None = None
-        self._began = time.monotonic()
+        self._began = self._last_line = time.monotonic()
 
     def queued(self, label: str, seed: int, rounds: int, done: bool) -> None:
         """Count a run in."""
@@ -105,8 +154,7 @@ class CompareDisplay:
         """Say how a run ended."""
         self.done += 1
         word = f"failed: {error}" if error else "done"
-        minutes = (time.monotonic() - self._began) / 60
-        text = f"[{self.done}/{self.total}] {label}, seed {seed}: {word} ({minutes:.1f} min so far)"
+        text = f"[{self.done}/{self.total}] {label}, seed {seed}: {word} ({in_words(self._seconds)} so far)"
         self.console.print(text, style="red" if error else None, markup=False, highlight=False)
 
     def close(self) -> None:
@@ -114,13 +162,23 @@ class CompareDisplay:
         if self._bars:
             self._bars[0].stop()
 
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
     def _draw(self, text: str) -> None:
+        completed, total = (sum(numbers) for numbers in zip(*self._rounds.values(), strict=True))
         if not self.console.is_terminal:
+            self._now_and_then(f"round {completed} of {total} in all runs")
             return
         if self._bars is None:
             progress = bars(self.console)
-            self._bars = (progress, progress.add_task("", total=sum(of for _, of in self._rounds.values())))
+            self._bars = (progress, progress.add_task("", total=total))
             progress.start()
         progress, task = self._bars
-        completed = sum(done for done, _ in self._rounds.values())
         progress.update(task, completed=completed, description=text, refresh=True)
+
+    def _now_and_then(self, text: str) -> None:
+        if time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._last_line = time.monotonic()
+            self.console.print(f"{text} ({in_words(self._seconds)} so far)", markup=False, highlight=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import platform
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -15,12 +13,11 @@ from typing import Any
 
 import torch
 
-from wardround import __version__, seeds
+from wardround import run_folder, seeds
 from wardround.answering import Answerer
-from wardround.config import Experiment, differences, load_experiment
+from wardround.config import Experiment
 from wardround.data import Federation
 from wardround.data.cache import default_folder
-from wardround.data.federation import SPLITS
 from wardround.data.read import read_federation
 from wardround.errors import InputError
 from wardround.evaluation.results import client_results, summarise
@@ -40,7 +37,7 @@ from wardround.report.images import save_samples
 from wardround.training.allocation import keep_memory
 from wardround.training.arithmetic import layout
 from wardround.training.cache import PrefixCache
-from wardround.training.selftest import CHOICES, choose_arithmetic
+from wardround.training.selftest import choose_arithmetic
 
 MIB = 2**20
 
@@ -140,7 +137,8 @@ def run(
     Args:
         experiment: what to run.
         out: the run's folder. A folder that holds a run already is only taken with `resume`.
-        resume: go on after the last whole checkpoint in `out`; start where there is none.
+        resume: go on after the last whole checkpoint in `out`; start where there is none. A finished run is left as
+            it is, unless the experiment now has more rounds.
         workers: overrides `transport.workers`.
         label: what tables call the run; the method's name by default.
         observers: told of every event, besides the recorder.
@@ -150,36 +148,89 @@ def run(
         InputError: the input is wrong, or `out` belongs to another experiment.
         RunError: a quorum was lost, a worker died, the disk is full.
     """
-    started = time.monotonic()
-    _claim(out, experiment, resume)
-    setup = set_up(_as_recorded(experiment, out, resume), federation)
-    experiment = setup.experiment
-    checkpoints = Checkpoints(out / "checkpoints", experiment.digest())
-    checkpoint = checkpoints.latest() if resume else None
-    done = checkpoint.round if checkpoint else 0
-    checkpoints.forget_after(done)
-    _describe(out, setup)
-    recorder = Recorder(out, done)
-    count = workers or experiment.transport.workers or os.cpu_count() or 1
-    with open_transport(setup, out, checkpoint, min(count, len(setup.federation.clients))) as transport:
-        loop = _loop(setup, transport, checkpoints, checkpoint, [recorder, *observers])
-        ready = time.monotonic()
-        loop.run()
-    results = _results(setup, recorder, label or setup.method.name, checkpoints.complaints)
-    results["seconds"] |= {"setup": ready - started, "total": time.monotonic() - started}
-    write_atomically(out / "results.json", json.dumps(results, indent=1).encode())
-    shutil.rmtree(out / "state", ignore_errors=True)
+    run_folder.claim(out, experiment, resume)
+    with run_folder.alone(out), run_folder.disk_trouble(out):
+        checkpoints = Checkpoints(out / "checkpoints", run_folder.recorded_digest(out))
+        checkpoint = checkpoints.latest() if resume else None
+        kept = _finished(out, experiment.rounds, checkpoints, checkpoint)
+        if kept is not None:
+            return kept
+        session = _Session(out, checkpoints, checkpoint, workers)
+        results = session.run(run_folder.as_recorded(experiment, out), label, observers, federation)
+        write_atomically(out / run_folder.RESULTS, json.dumps(results, indent=1).encode())
     return results
+
+
+def _finished(out: Path, rounds: int, checkpoints: Checkpoints, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """The results in `out` where nothing is left to do; InputError where more is done than is asked for."""
+    done = checkpoint.round if checkpoint else 0
+    if done > rounds:
+        raise InputError(f"{out}: has done {done} rounds already, but rounds = {rounds} asks for fewer")
+    return run_folder.kept_results(out, rounds) if done == rounds or not checkpoints.rounds() else None
+
+
+@dataclass
+class _Session:
+    """One go at a run, from a checkpoint or from the start."""
+
+    out: Path
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
+    workers: int | None
+
+    def run(
+        self, experiment: Experiment, label: str | None, observers: Sequence[Observer], federation: Federation | None
+    ) -> dict[str, Any]:
+        """Do the rounds that are left and return the results of all."""
+        started = time.monotonic()
+        setup = set_up(experiment, federation)
+        self._prepare(setup)
+        recorder = Recorder(self.out, self.done)
+        workers = self.workers or experiment.transport.workers or run_folder.cores()
+        with open_transport(setup, self.out, self.checkpoint, workers) as transport:
+            loop = _loop(setup, transport, self.checkpoints, self.checkpoint, [recorder, *observers])
+            ready = time.monotonic()
+            loop.run()
+        results = _results(setup, recorder, label or setup.method.name, self.checkpoints.complaints)
+        results["seconds"] |= {"setup": ready - started, "total": time.monotonic() - started}
+        self._tidy()
+        return results
+
+    @property
+    def done(self) -> int:
+        """The round after which this session goes on."""
+        return self.checkpoint.round if self.checkpoint else 0
+
+    def _prepare(self, setup: Setup) -> None:
+        """Say in the folder what the run is, and clear away what an interrupted session left."""
+        run_folder.check_same_federation(self.out, setup.federation)
+        if self.checkpoint is None:
+            self.checkpoints.experiment = setup.experiment.digest()
+        run_folder.describe(self.out, setup.experiment, setup.federation, setup.device, self.checkpoints.experiment)
+        if not self.done:
+            save_samples(setup.federation, self.out)
+        self.checkpoints.forget_after(self.done)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        shutil.rmtree(self.out / "state", ignore_errors=True)
 
 
 def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, workers: int) -> Transport:
     """This process alone for one worker, or on a GPU, which workers could not share well; else processes."""
     codec = codec_named(setup.experiment.transport.codec)
+    workers = min(workers, len(setup.federation.clients))
     make = functools.partial(make_answerer, setup, out, checkpoint, workers)
     if workers == 1 or setup.device.type != "cpu":
         return InProcess(codec, make())
     load = {client.name: len(client.train) for client in setup.federation.clients}
+    prepare_to_fork()
     return WorkerProcesses(codec, make, load, workers)
+
+
+def prepare_to_fork() -> None:
+    """Import now what optimisers import when they are first made, or each process would spend the seconds anew."""
+    import torch._dynamo  # noqa: F401
 
 
 def make_answerer(setup: Setup, out: Path | None, checkpoint: Checkpoint | None, workers: int) -> Answerer:
@@ -223,72 +274,6 @@ def _loop(
         setup.side, server, transport, setup.federation.names, experiment.rounds, experiment.federation,
         experiment.seed, checkpoints, observers, best,
     )  # fmt: skip
-
-
-def _claim(out: Path, experiment: Experiment, resume: bool) -> None:
-    """Make `out`, unless it holds something that must not be overwritten."""
-    config = out / "config.toml"
-    if config.exists() and not resume:
-        raise InputError(f"{out}: holds a run already; give another --out, or --resume to go on with it")
-    if not config.exists() and out.exists() and any(out.iterdir()):
-        raise InputError(f"{out}: is not empty and holds no run; give another --out")
-    if config.exists():
-        differing = differences(experiment.complete(), load_experiment(config))
-        differing = [line for line in differing if "'auto'" not in line.rsplit("-> ", 1)[-1]]
-        if differing:
-            raise InputError(f"{out}: belongs to another experiment: {'; '.join(differing)}")
-    out.mkdir(parents=True, exist_ok=True)
-
-
-def _as_recorded(experiment: Experiment, out: Path, resume: bool) -> Experiment:
-    """A resumed run computes as it began: what was `auto` stays what was chosen then."""
-    config = out / "config.toml"
-    if not (resume and config.exists()):
-        return experiment
-    then = load_experiment(config).training
-    chosen = {key: getattr(then, key) for key in CHOICES}
-    return experiment.model_copy(update={"training": experiment.training.model_copy(update=chosen)})
-
-
-def _describe(out: Path, setup: Setup) -> None:
-    """Write what the run is, before it starts."""
-    setup.experiment.write(out / "config.toml")
-    write_json(out / "environment.json", environment(setup.device))
-    write_json(out / "federation.json", describe_federation(setup.federation))
-    if not (out / "samples").exists():
-        save_samples(setup.federation, out)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and machine, for a reader who compares two runs."""
-    return {
-        "wardround": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-    }
-
-
-def describe_federation(federation: Federation) -> dict[str, Any]:
-    """`federation.json`: who has how many images of what."""
-    counts = {split: federation.counts(split).tolist() for split in SPLITS}
-    return {
-        "source": federation.source,
-        "classes": list(federation.classes),
-        "modalities": list(federation.modalities),
-        "notes": list(federation.notes),
-        "clients": [
-            {"name": name, "counts": {split: counts[split][i] for split in SPLITS}}
-            for i, name in enumerate(federation.names)
-        ],
-    }
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    write_atomically(file, json.dumps(value, indent=1).encode(), durable=False)
 
 
 def _results(setup: Setup, recorder: Recorder, label: str, complaints: Iterable[str]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Recorder(Observer):
 
     Args:
         folder: the run's folder.
-        resumed: the round that the run resumes after; later lines, of a run that was cut short, are dropped.
+        resumed: the round that the run resumes after; what was written later, before it was cut short, is dropped.
     """
 
     def __init__(self, folder: Path, resumed: int = 0) -> None:
@@ -84,23 +85,32 @@ class Recorder(Observer):
             self.bytes[direction] += size
             self._write(MESSAGES, {"round": round, "client": client, "direction": direction, "bytes": size})
 
+    def checkpointing(self, round: int) -> None:
+        """Wait until the disk has the lines of a round before it gets the round's checkpoint."""
+        for name in (METRICS, MESSAGES):
+            with (self.folder / name).open("a") as file:
+                os.fsync(file.fileno())
+
     def _write(self, name: str, line: dict[str, Any]) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            file.write(_as_line(line))
 
     def _keep_until(self, name: str, round: int) -> None:
-        """Drop lines of later rounds and a line cut short by a crash; take the rest into account."""
+        """Drop all that was written after the end of `round`; take the rest into account.
+
+        The server's line is a round's last one. After it may stand evaluations of that round's aggregated model,
+        which are done again.
+        """
         file = self.folder / name
         kept = []
-        for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if line["round"] <= round:
-                kept.append(text)
-                self._recall(line)
-        write_atomically(file, "".join(f"{text}\n" for text in kept).encode(), durable=False)
+        for line in read_lines(file):
+            if line["round"] > round:
+                break
+            kept.append(line)
+            self._recall(line)
+            if "server" in line and line["round"] == round:
+                break
+        write_atomically(file, "".join(map(_as_line, kept)).encode(), durable=False)
 
     def _recall(self, line: dict[str, Any]) -> None:
         if "direction" in line:
@@ -112,3 +122,16 @@ class Recorder(Observer):
             if line.get(which):
                 kept[line["client"]] = line[which]
                 self.evaluate_seconds += line[which]["seconds"]
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """What each line of a log says, up to one that a crash has cut short; nothing where there is no file."""
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            return
+
+
+def _as_line(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"

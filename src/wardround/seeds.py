@@ -41,9 +41,19 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: str = "") -> t
 
 @contextmanager
 def torch_scope(seed: int, purpose: str, round: int = 0, client: str = "") -> Iterator[None]:
-    """Run a block with torch's *global* generator on one key (dropout, weight initialisation), then restore it."""
+    """Run a block with torch's *global* generators on one key (dropout, weight initialisation), then restore them.
+
+    Without a GPU only the processor's generator is touched: torch would look for devices every time, and keep a note
+    with a stack trace for each seed that a GPU might want later.
+    """
     import torch
 
-    with torch.random.fork_rng():
-        torch.manual_seed(key(seed, purpose, round, client))
-        yield
+    number = key(seed, purpose, round, client)
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            yield
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(number)
+            yield

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wardround import __version__
-from wardround.answering import MEMORY, PERSONAL, STATE, set_label_counts
-from wardround.config import Experiment, experiment_from, load_experiment
+from wardround import __version__, run_folder
+from wardround.answering import MEMORY, PERSONAL, STATE, set_label_counts, under
+from wardround.config import PATHS, Experiment, experiment_from, load_experiment
 from wardround.data import Samples
 from wardround.data.federation import samples
 from wardround.data.images import ImageOpener, decode
@@ -25,8 +25,10 @@ from wardround.experiment import build_model, pick_device
 from wardround.federation.checkpoints import Checkpoints
 from wardround.federation.files import write_atomically
 from wardround.federation.messages import plain_copy
+from wardround.federation.rules import Owner
 from wardround.methods.base import Method
 from wardround.models.classifier import Classifier
+from wardround.recording import METRICS, read_lines
 from wardround.training.client import Client
 from wardround.training.inputs import ImageInputs
 
@@ -79,16 +81,16 @@ class TrainedModel:
             labels=torch.from_numpy(data.labels),
             counts=torch.tensor(self.counts),
             options=self.experiment.training,
-            memory=self.memory,
+            memory={name: tensor.to(device) for name, tensor in self.memory.items()},
         )
 
 
-def load_trained(folder: Path, client: str, which: Which = "personal") -> TrainedModel:
+def load_trained(folder: Path, client: str | None, which: Which = "personal") -> TrainedModel:
     """One client's model from a run's folder.
 
     Args:
         folder: of a run (not of a comparison).
-        client: its name.
+        client: its name; None where the run has only one.
         which: `personal` is the model after the client's last local training, the one that `results.json` speaks
             of; `server` is the server's last model with the client's own local parts.
 
@@ -97,26 +99,49 @@ def load_trained(folder: Path, client: str, which: Which = "personal") -> Traine
     """
     experiment, roster = _read_run(folder)
     entries = {entry["name"]: entry for entry in roster["clients"]}
-    if client not in entries:
-        raise InputError(f"--client {client}: {folder} has no such client{suggestion(client, entries)}")
-    checkpoint = Checkpoints(folder / "checkpoints", experiment.digest()).latest()
+    client = _chosen(folder, client, list(entries))
+    checkpoint = Checkpoints(folder / "checkpoints", None).latest()
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: holds no whole checkpoint")
+    if which == "personal" and checkpoint.round < experiment.rounds:
+        raise InputError(
+            f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
+            "are kept at its end: finish it with --resume, or take --model server"
+        )
     method, model = build_model(experiment, len(roster["classes"]))
     stored = checkpoint.client(client)
-    state = checkpoint.server().state | _under(stored, STATE)
-    if which == "personal":
-        if checkpoint.round < experiment.rounds:
-            raise InputError(
-                f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
-                "are kept at its end: finish it with --resume, or take --model server"
-            )
-        state |= _under(stored, PERSONAL)
-    model.load_state_dict(state, strict=False)
+    if method.rules(model).names(Owner.SHARED):
+        _check_personal(folder, client, which, checkpoint.round)
+        shared = under(PERSONAL, stored) if which == "personal" else checkpoint.server().state
+        model.load_state_dict(shared, strict=False)
+    elif which == "server":
+        raise InputError(f"--model server: nothing was shared in {folder}, so its server has no model")
+    model.load_state_dict(under(STATE, stored), strict=False)
     counts = tuple(entries[client]["counts"]["train"])
     set_label_counts(model, torch.tensor(counts))
     model.to(pick_device(experiment.training.device)).eval()
-    return TrainedModel(client, experiment, method, model, tuple(roster["classes"]), counts, _under(stored, MEMORY))
+    return TrainedModel(client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored))
+
+
+def _chosen(folder: Path, client: str | None, names: Sequence[str]) -> str:
+    """The client that is meant."""
+    if client is None and len(names) == 1:
+        return names[0]
+    if client is None:
+        raise InputError(f"--client is missing; {folder} has {', '.join(names)}")
+    if client not in names:
+        raise InputError(f"--client {client}: {folder} has no such client{suggestion(client, names)}")
+    return client
+
+
+def _check_personal(folder: Path, client: str, which: Which, round: int) -> None:
+    """InputError unless the client trained in `round`, the last one: its file may keep an older personal model."""
+    trained = {line["client"] for line in read_lines(folder / METRICS) if line["round"] == round and "examples" in line}
+    if which == "personal" and client not in trained:
+        raise InputError(
+            f"--client {client}: took no part in the last round of {folder}, so its personal model was not kept; "
+            "take --model server"
+        )
 
 
 def predict(trained: TrainedModel, files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -142,7 +167,10 @@ def predict(trained: TrainedModel, files: Sequence[Path]) -> list[dict[str, Any]
 def export(trained: TrainedModel, file: Path) -> None:
     """Write every tensor of the model, frozen ones too, as safetensors; `load_exported` reads it back.
 
-    The metadata say how to rebuild the network and how its images are made.
+    The metadata say how to rebuild the network and how its images are made, but not where the images were.
+
+    Raises:
+        InputError: the method predicts with more than a network, or the file cannot be written.
     """
     import safetensors.torch
 
@@ -153,10 +181,22 @@ def export(trained: TrainedModel, file: Path) -> None:
         "client": trained.client,
         "classes": trained.classes,
         "counts": trained.counts,
-        "experiment": trained.experiment.to_toml(),
+        "experiment": _without_places(trained.experiment),
     }
     state = {name: plain_copy(tensor) for name, tensor in trained.model.state_dict().items()}
-    write_atomically(file, safetensors.torch.save(state, metadata={"wardround": json.dumps(about, sort_keys=True)}))
+    try:
+        write_atomically(file, safetensors.torch.save(state, metadata={"wardround": json.dumps(about, sort_keys=True)}))
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror or error})") from error
+
+
+def _without_places(experiment: Experiment) -> dict[str, Any]:
+    """The experiment with the names of its files, but not their folders: those are no business of a reader."""
+    tree = experiment.to_toml()
+    for section, key in PATHS:
+        if isinstance(tree[section][key], str):
+            tree[section][key] = Path(tree[section][key]).name
+    return tree
 
 
 def load_exported(file: Path) -> TrainedModel:
@@ -184,12 +224,9 @@ def load_exported(file: Path) -> TrainedModel:
 
 
 def _read_run(folder: Path) -> tuple[Experiment, dict[str, Any]]:
-    config, roster = folder / "config.toml", folder / "federation.json"
+    config, roster = folder / run_folder.CONFIG, folder / run_folder.ROSTER
     if not config.exists() or not roster.exists():
-        raise InputError(f"{folder}: holds no run (it would hold config.toml and federation.json)")
-    return load_experiment(config), json.loads(roster.read_text())
-
-
-def _under(stored: dict[str, Tensor], space: str) -> dict[str, Tensor]:
-    start = space + "/"
-    return {name.removeprefix(start): t for name, t in stored.items() if name.startswith(start)}
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/seed-*/{run_folder.CONFIG}"))
+        hint = f"; it is a comparison: take one of its runs, such as {inside[0]}" if inside else ""
+        raise InputError(f"{folder}: holds no run ({config.name} and {roster.name} are not there){hint}")
+    return load_experiment(config), json.loads(roster.read_text(encoding="utf-8"))

@@ -175,15 +175,24 @@ STYLES: dict[int | None, Callable[[str], str]] = {
 }
 
 
-def to_rich(table: Table) -> rich.table.Table:
-    """The table for a terminal; rows that stand apart come first, above a line."""
+def transposed(table: Table) -> Table:
+    """One column a method, for a narrow page."""
+    columns = tuple(Column(row.label) for row in table.rows)
+    rows = tuple(
+        Row(column.heading, tuple(row.cells[i] for row in table.rows)) for i, column in enumerate(table.columns)
+    )
+    return Table(table.title, columns, rows, table.caption)
+
+
+def to_rich(table: Table, corner: str = "method") -> rich.table.Table:
+    """The table for a terminal; rows that stand apart come first, above a line. `corner` heads the rows' names."""
     import rich.table
     from rich.markup import escape
 
     drawn = rich.table.Table(title=table.title, caption=table.caption)
-    drawn.add_column("method", no_wrap=True)
+    drawn.add_column(corner, overflow="fold")
     for column in table.columns:
-        drawn.add_column(escape(column.heading), justify="right")
+        drawn.add_column(escape(column.heading), justify="right", overflow="fold")
     for here, following in zip(table.rows, (*table.rows[1:], None), strict=True):
         last_apart = not here.ranked and following is not None and following.ranked
         texts = [STYLES[cell.rank](cell.text) for cell in here.cells]

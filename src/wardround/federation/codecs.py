@@ -1,30 +1,37 @@
 """Messages to bytes and back.
 
-A frame is five bytes (magic, version, codec number) and a body. The body is a safetensors file: its header carries
-the names, shapes and types and, as one metadata string, the scalars as JSON. Decoding therefore executes nothing.
+A frame is a prefix (magic with version, codec number, length of the scalars), the scalars as JSON, and a body. The
+body is a safetensors file, whose header carries names, shapes and types. Decoding therefore executes nothing.
 `float16` codecs halve floating-point tensors; `zlib` compresses the body; `shuffle` first groups the bytes of the
 tensor data by significance, so that similar exponents stand side by side and compress better.
+
+The scalars stand outside the compressed body, and every float among them takes the same number of characters: the
+length of a reply must not depend on how many digits the time of its training happens to have.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from wardround.errors import InputError, suggestion
-from wardround.federation.messages import BadMessage, Message
+from wardround.federation.messages import BadMessage, Json, Message, shorten
+from wardround.federation.tensor_bytes import safetensors_parts
 
 MAGIC = b"WRD\x01"
-FRAME_BYTES = len(MAGIC) + 1
+LENGTH_BYTES = 4
+PREFIX_BYTES = len(MAGIC) + 1 + LENGTH_BYTES
 DEFAULT_LIMIT = 4 * 2**30
-_WIRE_TYPES = {torch.float32, torch.float16, torch.int64, torch.bool}
+_MESSAGE_TYPES = {torch.float32, torch.int64, torch.bool}
+_WIRE_TYPES = _MESSAGE_TYPES | {torch.float16}
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,16 @@ class Codec:
     shuffle: bool = False
 
     def encode(self, message: Message) -> bytes:
-        """The frame for `message`. Equal messages give equal bytes."""
-        tensors = {name: self._outgoing(tensor) for name, tensor in message.tensors.items()}
-        scalars = json.dumps(message.scalars, sort_keys=True, allow_nan=False, separators=(",", ":"))
-        body = safetensors.torch.save(tensors, metadata={"scalars": scalars})
-        if self.shuffle:
-            body = _shuffle(body)
-        if self.compress:
-            body = zlib.compress(body, self.compress)
-        return MAGIC + bytes([self.number]) + body
+        """The frame for `message`. Equal messages give equal bytes.
+
+        Raises:
+            BadMessage: a tensor is of a type that does not travel.
+            ValueError: a scalar is NaN or infinite.
+        """
+        scalars = to_json(message.scalars).encode()
+        tensors = {name: self._outgoing(name, tensor) for name, tensor in message.tensors.items()}
+        length = len(scalars).to_bytes(LENGTH_BYTES, "little")
+        return b"".join((MAGIC, bytes([self.number]), length, scalars, *self._body(tensors)))
 
     def decode(self, frame: bytes, limit: int = DEFAULT_LIMIT) -> Message:
         """The message in `frame`.
@@ -66,43 +74,74 @@ class Codec:
         """
         if len(frame) > limit:
             raise BadMessage(f"{len(frame)} bytes, at most {limit} are accepted")
-        if frame[: len(MAGIC)] != MAGIC or len(frame) < FRAME_BYTES:
+        if frame[: len(MAGIC)] != MAGIC or len(frame) < PREFIX_BYTES:
             raise BadMessage("not a Wardround message")
         if frame[len(MAGIC)] != self.number:
             raise BadMessage(f"coded as number {frame[len(MAGIC)]}, expected {self.number} ({self.name})")
-        return self._open(frame[FRAME_BYTES:], limit)
+        end = PREFIX_BYTES + int.from_bytes(frame[len(MAGIC) + 1 : PREFIX_BYTES], "little")
+        return Message(self._tensors(frame[end:], limit), _scalars(frame[PREFIX_BYTES:end]))
 
-    def _open(self, body: bytes, limit: int) -> Message:
+    def _tensors(self, body: bytes, limit: int) -> dict[str, Tensor]:
         if self.compress:
             body = _decompress(body, limit)
         if self.shuffle:
             body = _unshuffle(body)
         try:
             tensors = safetensors.torch.load(body)
-            scalars = json.loads(_header(body).get("__metadata__", {}).get("scalars", "null"))
-        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, RuntimeError) as error:
-            raise BadMessage(f"damaged message: {type(error).__name__}") from error
-        if not isinstance(scalars, dict):
-            raise BadMessage("damaged message: no scalars")
-        return Message({name: self._incoming(name, tensor) for name, tensor in tensors.items()}, scalars)
+        except Exception as error:  # no list of what a hostile body can provoke in the parser would be complete
+            raise BadMessage(f"damaged message: {type(error).__name__} in the tensors") from error
+        return {name: self._incoming(name, tensor) for name, tensor in tensors.items()}
 
-    def _outgoing(self, tensor: Tensor) -> Tensor:
+    def _body(self, tensors: Mapping[str, Tensor]) -> list[bytes]:
+        """The pieces of the body; joining them with the rest of the frame is the only copy where nothing else is."""
+        pieces = safetensors_parts(tensors)
+        if self.shuffle:
+            pieces = [_shuffle(b"".join(pieces))]
+        return [zlib.compress(b"".join(pieces), self.compress)] if self.compress else pieces
+
+    def _outgoing(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in _MESSAGE_TYPES:
+            raise BadMessage(f"tensor {name!r} has type {tensor.dtype}; only float32, int64 and bool travel")
         if self.half and tensor.is_floating_point():
             largest = torch.finfo(torch.float16).max
-            infinite = torch.isinf(tensor)
-            tensor = torch.where(infinite, tensor, tensor.clamp(-largest, largest)).to(torch.float16)
-        return tensor.detach().contiguous()
+            tensor = torch.where(torch.isinf(tensor), tensor, tensor.clamp(-largest, largest)).to(torch.float16)
+        return tensor
 
     def _incoming(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in _WIRE_TYPES:
-            raise BadMessage(f"tensor {name!r} has type {tensor.dtype}, which is not sent")
+            raise BadMessage(f"tensor '{shorten(name)}' has type {tensor.dtype}, which does not travel")
         return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
-def _header(body: bytes) -> dict[str, dict[str, str]]:
-    size = int.from_bytes(body[:8], "little")
-    header: dict[str, dict[str, str]] = json.loads(body[8 : 8 + size])
-    return header
+def to_json(value: Json) -> str:
+    """JSON with sorted keys, whose floats are exact and all of one length (sign and huge exponents apart).
+
+    >>> to_json({"b": [1, True], "a": 0.5})
+    '{"a":5.0000000000000000e-01,"b":[1,true]}'
+    """
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(key)}:{to_json(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(to_json, value)) + "]"
+    if not isinstance(value, float):
+        return json.dumps(value)
+    if not math.isfinite(value):
+        raise ValueError("a scalar is not finite")
+    return f"{value:.16e}"
+
+
+def _scalars(text: bytes) -> dict[str, Json]:
+    try:
+        scalars = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"damaged message: {type(error).__name__} in the scalars") from error
+    if not isinstance(scalars, dict):
+        raise BadMessage("damaged message: the scalars have no names")
+    return scalars
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON number")
 
 
 def _data_start(body: bytes) -> int:
@@ -135,8 +174,8 @@ def _decompress(body: bytes, limit: int) -> bytes:
         plain = inflater.decompress(body, limit)
     except zlib.error as error:
         raise BadMessage("damaged message: not zlib data") from error
-    if inflater.unconsumed_tail or not inflater.eof:
-        raise BadMessage(f"more than {limit} bytes after decompression, or cut short")
+    if inflater.unconsumed_tail or inflater.unused_data or not inflater.eof:
+        raise BadMessage(f"more than {limit} bytes after decompression, cut short, or followed by something else")
     return plain
 
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 
 def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
@@ -29,8 +28,19 @@ def write_atomically(path: Path, data: bytes, durable: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk knows the names in `folder`: a rename is not durable before."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def checksum(path: Path) -> str:
@@ -45,11 +55,11 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pending: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    pending: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if pending and callable(before):
-            before(*pending[0])
+        if pending:
+            signal.raise_signal(pending[0])

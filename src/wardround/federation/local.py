@@ -7,28 +7,23 @@ the same bits.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from typing import Protocol
 
-from wardround.errors import RunError
 from wardround.federation.codecs import Codec
-from wardround.federation.transport import Refused, Transport
+from wardround.federation.transport import Outbox, Refused, Transport
+from wardround.federation.workers import Answerer, Worker, answer_or_reason
 
-
-class Answerer(Protocol):
-    """The client half of a federation: whatever answers a frame for a client."""
-
-    def answer(self, client: str, frame: bytes) -> bytes:
-        """The reply's frame."""
+# Bytes of answers that may wait for their turn. Answers are handed on in a fixed order; workers that are far ahead
+# of it pause, so that memory does not grow with the number of clients.
+WAITING_ROOM = 64 * 2**20
+CLOSING_SECONDS = 2.0
 
 
 class InProcess(Transport):
@@ -38,31 +33,45 @@ class InProcess(Transport):
         super().__init__(codec)
         self.answerer = answerer
 
-    def carry(self, payloads: Mapping[str, bytes], deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
+    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
         """Answer for each client in turn. A deadline counts each client's own time."""
-        for client, frame in payloads.items():
-            start = time.monotonic()
-            answer = _guarded(self.answerer, client, frame)
-            late = deadline is not None and time.monotonic() - start > deadline
+        for client in outbox.clients:
+            frame = outbox.frame(client)
+            started = time.monotonic()
+            answer = answer_or_reason(self.answerer, client, frame)
+            late = deadline is not None and time.monotonic() - started > deadline
             yield client, Refused(f"late: no answer within {deadline:g} s") if late else answer
 
 
-def _guarded(answerer: Answerer, client: str, frame: bytes) -> bytes | Refused:
-    """An error inside one client must not stop the others."""
-    try:
-        return answerer.answer(client, frame)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return Refused(f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
-
-
 @dataclass
-class _Worker:
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-    queue: list[str] = field(default_factory=list)
-    busy: tuple[int, str] | None = None  # (exchange, client) that it works on
-    frame: bytes | None = None  # the frame that it holds, so that a broadcast is sent to it once
+class _Exchange:
+    """One exchange in progress.
+
+    Attributes:
+        number: counts exchanges, so that an answer to an earlier one is known as such.
+        outbox: the frames to send.
+        end: when the deadline passes, in the seconds of the monotonic clock.
+        queues: for each worker the clients that it has yet to answer for.
+        awaited: the client whose answer is to be handed on next.
+        answers: answers that wait for their turn.
+    """
+
+    number: int
+    outbox: Outbox
+    end: float | None
+    queues: list[deque[str]]
+    awaited: str = ""
+    answers: dict[str, bytes | Refused] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline; 0 after it."""
+        return None if self.end is None else max(0.0, self.end - time.monotonic())
+
+    def may_begin(self, client: str) -> bool:
+        """Whether `client` may be asked now: there is time, and its answer would find room."""
+        waiting = sum(len(answer) for answer in self.answers.values() if isinstance(answer, bytes))
+        return self.seconds_left != 0 and (client == self.awaited or waiting < WAITING_ROOM)
 
 
 class WorkerProcesses(Transport):
@@ -81,71 +90,66 @@ class WorkerProcesses(Transport):
     ) -> None:
         super().__init__(codec)
         context = process_context()
-        self._exchange = 0
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         for _ in range(workers):
-            self._workers.append(_start(context, make_answerer, [w.pipe for w in self._workers]))
+            self._workers.append(Worker(context, make_answerer, self._workers))
         self._home = _spread(load, workers)
+        self._exchanges = 0
+        self._tasks: dict[int, tuple[int, str]] = {}  # worker -> (exchange, client) that it works on
 
-    def carry(self, payloads: Mapping[str, bytes], deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
-        """Keep every worker busy; hand the answers on in the order of `payloads`."""
-        self._exchange += 1
-        for worker in self._workers:
-            worker.queue.clear()
-        for client in payloads:
-            self._workers[self._home[client]].queue.append(client)
+    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
+        """Keep every worker busy; hand the answers on in the order of the clients."""
+        exchange = self._begin(outbox, deadline)
+        for client in outbox.clients:
+            exchange.awaited = client
+            self._hand_out(exchange)
+            while client not in exchange.answers:
+                self._collect(exchange)
+                self._hand_out(exchange)  # before the answer is handed on: workers go on while it is dealt with
+            yield client, exchange.answers.pop(client)
+
+    def _begin(self, outbox: Outbox, deadline: float | None) -> _Exchange:
+        self._exchanges += 1
+        queues: list[deque[str]] = [deque() for _ in self._workers]
+        for client in outbox.clients:
+            queues[self._home[client]].append(client)
         end = None if deadline is None else time.monotonic() + deadline
-        answers: dict[str, bytes | Refused] = {}
-        for client in payloads:
-            while client not in answers:
-                self._advance(payloads, answers, end)
-            yield client, answers.pop(client)
+        return _Exchange(self._exchanges, outbox, end, queues)
 
-    def _advance(self, payloads: Mapping[str, bytes], answers: dict[str, bytes | Refused], end: float | None) -> None:
-        """Give idle workers work, then wait for the next answer or the deadline."""
-        for worker in self._workers:
-            if worker.busy is None and worker.queue:
-                self._send(worker, payloads)
-        busy = {worker.pipe: worker for worker in self._workers if worker.busy}
-        left = None if end is None else max(0.0, end - time.monotonic())
-        ready = wait(list(busy), timeout=left)
-        for pipe in ready:
-            worker = busy[pipe]  # type: ignore[index]
-            exchange, client = worker.busy or (0, "")
-            answer = _receive(worker)
-            worker.busy = None
-            if exchange == self._exchange:  # else it belongs to a round that has moved on without it
-                answers[client] = answer
-        if not ready and left is not None:
-            self._refuse_late(payloads, answers)
+    def _hand_out(self, exchange: _Exchange) -> None:
+        """Give idle workers work."""
+        for number, (worker, queue) in enumerate(zip(self._workers, exchange.queues, strict=True)):
+            if number not in self._tasks and queue and exchange.may_begin(queue[0]):
+                client = queue.popleft()
+                worker.send(client, exchange.outbox.frame(client))
+                self._tasks[number] = (exchange.number, client)
 
-    def _send(self, worker: _Worker, payloads: Mapping[str, bytes]) -> None:
-        client = worker.queue.pop(0)
-        frame = payloads[client]
-        repeated = worker.frame is frame
-        worker.pipe.send((client, None if repeated else len(frame)))
-        if not repeated:
-            worker.pipe.send_bytes(frame)
-        worker.frame, worker.busy = frame, (self._exchange, client)
+    def _collect(self, exchange: _Exchange) -> None:
+        """Wait for the next answers or the deadline."""
+        busy = {self._workers[number].pipe: number for number in self._tasks}
+        for pipe in wait(list(busy), timeout=exchange.seconds_left):
+            number = busy[pipe]  # type: ignore[index]
+            asked, client = self._tasks[number]
+            answer = self._workers[number].receive(client)
+            del self._tasks[number]
+            if asked == exchange.number:  # else it belongs to an exchange that has moved on without it
+                exchange.answers[client] = answer
+        if exchange.seconds_left == 0:
+            self._refuse_late(exchange)
 
-    def _refuse_late(self, payloads: Mapping[str, bytes], answers: dict[str, bytes | Refused]) -> None:
-        waiting = {client for worker in self._workers for client in worker.queue}
-        waiting |= {w.busy[1] for w in self._workers if w.busy and w.busy[0] == self._exchange}
+    def _refuse_late(self, exchange: _Exchange) -> None:
+        waiting = [client for queue in exchange.queues for client in queue]
+        waiting += [client for asked, client in self._tasks.values() if asked == exchange.number]
         for client in waiting:
-            answers[client] = Refused("late: no answer before the deadline")
-        for worker in self._workers:
-            worker.queue.clear()
+            exchange.answers[client] = Refused("late: no answer before the deadline")
 
     def close(self) -> None:
         """End the workers; one that is still computing is killed."""
+        end = time.monotonic() + CLOSING_SECONDS
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.pipe.close()
+            worker.close()
         for worker in self._workers:
-            worker.process.join(timeout=2)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.end(patience=end - time.monotonic())
 
 
 def process_context() -> BaseContext:
@@ -154,46 +158,6 @@ def process_context() -> BaseContext:
 
     forkable = sys.platform == "linux" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return multiprocessing.get_context("fork" if forkable else "spawn")
-
-
-def _start(context: BaseContext, make: Callable[[], Answerer], others: Sequence[Connection]) -> _Worker:
-    mine, theirs = context.Pipe()
-    inherited = [*others, mine] if context.get_start_method() == "fork" else []
-    process = context.Process(target=_serve, args=(theirs, make, inherited), daemon=True)  # type: ignore[attr-defined]
-    process.start()
-    theirs.close()
-    return _Worker(process, mine)
-
-
-def _serve(pipe: Connection, make: Callable[[], Answerer], inherited: Sequence[Connection]) -> None:
-    """A worker's life: answer frames until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    for other in inherited:  # or this worker would keep its own pipe open after the parent's death
-        other.close()
-    answerer = make()
-    frame = b""
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            client, size = pipe.recv()
-            if size is not None:
-                frame = pipe.recv_bytes(size)
-            answer = _guarded(answerer, client, frame)
-            pipe.send(isinstance(answer, Refused))
-            pipe.send_bytes(answer.reason.encode() if isinstance(answer, Refused) else answer)
-
-
-def _receive(worker: _Worker) -> bytes | Refused:
-    try:
-        refused = worker.pipe.recv()
-        data = worker.pipe.recv_bytes()
-    except (EOFError, ConnectionResetError) as gone:
-        worker.process.join(timeout=5)
-        client = worker.busy[1] if worker.busy else "no client"
-        raise RunError(
-            f"a worker process died (exit code {worker.process.exitcode}) while it worked for client {client!r}; "
-            "out of memory is the usual cause. Start again with --resume, perhaps with fewer --workers."
-        ) from gone
-    return Refused(data.decode(errors="replace")) if refused else data
 
 
 def _spread(load: Mapping[str, int], workers: int) -> dict[str, int]:

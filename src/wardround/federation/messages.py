@@ -12,7 +12,8 @@ from torch import Tensor
 
 # What may stand in `Message.scalars`: anything that JSON can hold.
 Json = Any
-MAX_EXAMPLES = 10**9
+# Bytes that a message may take beside its tensors: names, shapes and scalars.
+HEADER_ROOM = 2**24
 
 
 class BadMessage(Exception):
@@ -46,6 +47,12 @@ def named(space: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{space}/{name}": tensor for name, tensor in tensors.items()}
 
 
+def shorten(text: str, length: int = 200) -> str:
+    """At most `length` characters of a text that the other side chose, fit for one line of a log."""
+    printable = "".join(c if c.isprintable() else "?" for c in text[: length + 1])
+    return printable if len(printable) <= length else printable[: length - 3] + "..."
+
+
 def plain_copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU in the plain memory layout, which is the one that travels and is stored."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -68,6 +75,11 @@ class Spec:
 Schema = Mapping[str, Spec]
 
 
+def room_for(schema: Schema) -> int:
+    """The most bytes that a message of `schema` takes, however it is coded."""
+    return HEADER_ROOM + sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in schema.values())
+
+
 def check(message: Message, schema: Schema) -> None:
     """Refuse a message whose tensors are not exactly those of `schema`, or hold a NaN or an infinity.
 
@@ -76,7 +88,7 @@ def check(message: Message, schema: Schema) -> None:
     """
     for name in message.tensors:
         if name not in schema:
-            raise BadMessage(f"unexpected tensor {name!r}")
+            raise BadMessage(f"unexpected tensor '{shorten(name)}'")
     for name, spec in schema.items():
         tensor = message.tensors.get(name)
         if tensor is None:
@@ -88,7 +100,7 @@ def check(message: Message, schema: Schema) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, spec: Spec) -> None:
     if tuple(tensor.shape) != spec.shape:
-        raise BadMessage(f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {spec.shape}")
+        raise BadMessage(f"tensor {name!r} has shape {shorten(str(tuple(tensor.shape)))}, expected {spec.shape}")
     if tensor.dtype != spec.dtype:
         raise BadMessage(f"tensor {name!r} has type {tensor.dtype}, expected {spec.dtype}")
     # The sum is NaN or infinite whenever an element is; only then is the slower element-wise look needed,
@@ -97,15 +109,3 @@ def _check_tensor(name: str, tensor: Tensor, spec: Spec) -> None:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise BadMessage(f"tensor {name!r} holds {bad} values that are not finite")
-
-
-def examples_of(message: Message) -> int:
-    """How many training images a reply stands for.
-
-    Raises:
-        BadMessage: where the count is absent, not a whole number, negative or absurdly large.
-    """
-    count = message.scalars.get("examples")
-    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_EXAMPLES:
-        raise BadMessage(f"'examples' is {count!r}, expected a whole number from 0 to {MAX_EXAMPLES}")
-    return count

@@ -14,7 +14,7 @@ from wardround.errors import RunError
 from wardround.federation.checkpoints import Checkpoints
 from wardround.federation.messages import Message
 from wardround.federation.observers import Observer
-from wardround.federation.server import Reply, Server, ServerHalf
+from wardround.federation.server import IndividualMessages, Reply, Server, ServerHalf
 from wardround.federation.transport import Refused, Transport
 from wardround.options import Options
 
@@ -46,6 +46,7 @@ class RoundLoop:
         seed: for drawing participants.
         checkpoints: None to save nothing.
         observers: told of every event.
+        best: the saved round with the best mean validation score so far, and that score.
     """
 
     method: ServerHalf
@@ -91,11 +92,20 @@ class RoundLoop:
             scalars = self._instructions(round, phase, last=number == len(phases) - 1)
             replies = self._exchange(round, phase, clients, scalars, scores)
             self.method.combine(self.server, phase, replies)
+            for _ in replies:  # a method may have seen enough; the quorum and the traffic are of all
+                pass
         self.server.round = round
-        if scores and (self.best is None or sum(scores) / len(scores) > self.best[1]):
-            self.best = (round, sum(scores) / len(scores))
+        self._consider(round, scores)
         self._tell("round_ended", round, self.server)
         self._save(round)
+
+    def _consider(self, round: int, scores: Sequence[float]) -> None:
+        """Note the best of the rounds whose checkpoint can be kept."""
+        if not scores or not self._due(round):
+            return
+        mean = sum(scores) / len(scores)
+        if self.best is None or mean > self.best[1]:
+            self.best = (round, mean)
 
     def _instructions(self, round: int, phase: str, last: bool) -> dict[str, Any]:
         """The scalars that tell a client what to do beside the method's own work."""
@@ -104,7 +114,8 @@ class RoundLoop:
             "phase": phase,
             "evaluate_received": self.options.evaluate_server and last and self.evaluates(round - 1),
             "evaluate_personal": last and self.evaluates(round),
-            "checkpoint": last and self._saves(round),
+            "checkpoint": last and self._keeps(round),
+            "checkpoint_round": self._next_due(round),
             "final": last and round == self.rounds,
         }
 
@@ -125,7 +136,7 @@ class RoundLoop:
             scores.extend(_validation_score(answer))
             yield Reply(client, answer)
         self._tell("traffic", round, phase, self.transport.ledger.take())
-        needed = math.ceil(self.options.quorum * len(clients))
+        needed = math.ceil(self.options.quorum * len(clients) - 1e-9)  # 0.55 * 100 is 55.000000000000007
         if usable < needed:
             raise RunError(
                 f"round {round}: {usable} of {len(clients)} clients gave a usable answer, the quorum is {needed}. "
@@ -133,9 +144,9 @@ class RoundLoop:
             )
         self._tell("combining", round, phase)
 
-    def _messages(self, phase: str, clients: Sequence[str], scalars: Mapping[str, Any]) -> dict[str, Message]:
+    def _messages(self, phase: str, clients: Sequence[str], scalars: Mapping[str, Any]) -> Mapping[str, Message]:
         if self.method.individual:
-            return {name: Message(self.method.outgoing(self.server, name, phase), scalars) for name in clients}
+            return IndividualMessages(self.method, self.server, phase, clients, scalars)
         return dict.fromkeys(clients, Message(self.method.outgoing(self.server, "", phase), scalars))
 
     def _evaluate_server(self) -> None:
@@ -145,10 +156,22 @@ class RoundLoop:
             self._tell("answered", self.server.round, EVALUATE, client, answer)
         self._tell("traffic", self.server.round, EVALUATE, self.transport.ledger.take())
 
-    def _saves(self, round: int) -> bool:
-        if self.checkpoints is None:
-            return False
+    def _due(self, round: int) -> bool:
         return round == self.rounds or round % self.options.checkpoint_every == 0
+
+    def _next_due(self, round: int) -> int:
+        """The round of the next checkpoint: `round` itself where it has one."""
+        every = self.options.checkpoint_every
+        return min(self.rounds, -(-round // every) * every)
+
+    def _keeps(self, round: int) -> bool:
+        """Whether clients save what they have: for this round's checkpoint, or because the round of the next one
+        may be without them.
+        """
+        return self.checkpoints is not None and (self._due(round) or self.options.participation < 1)
+
+    def _saves(self, round: int) -> bool:
+        return self.checkpoints is not None and self._due(round)
 
     def _save(self, round: int) -> None:
         if self.checkpoints is not None and self._saves(round):
@@ -176,6 +199,6 @@ class RoundLoop:
 
 def _validation_score(answer: Message) -> list[float]:
     """The personal model's balanced accuracy on validation images, if there are any: it picks the best round."""
-    personal = answer.scalars.get("personal") or {}
-    score = (personal.get("val") or {}).get("balanced_accuracy")
-    return [score] if isinstance(score, (int, float)) and math.isfinite(score) else []
+    personal = answer.scalars["personal"]
+    score = personal["val"]["balanced_accuracy"] if personal else None
+    return [] if score is None else [score]

@@ -35,13 +35,16 @@ class Rules:
     """
 
     owners: Mapping[str, Owner]
-    _prefixes: Mapping[int, str]
+    # A module that stands at several places of the model has its entries under each of those names.
+    _places: Mapping[nn.Module, tuple[str, ...]]
 
     @classmethod
     def of(cls, model: nn.Module) -> Rules:
         """Share every entry of `model`."""
-        prefixes = {id(module): name for name, module in model.named_modules()}
-        return cls(dict.fromkeys(model.state_dict(), Owner.SHARED), prefixes)
+        places: dict[nn.Module, tuple[str, ...]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            places[module] = (*places.get(module, ()), f"{name}." if name else "")
+        return cls(dict.fromkeys(model.state_dict(), Owner.SHARED), places)
 
     def shared(self, *modules: nn.Module) -> Rules:
         """These rules, with every entry inside `modules` shared."""
@@ -73,12 +76,10 @@ class Rules:
     def _give(self, modules: Iterable[nn.Module], owner: Owner) -> Rules:
         owners = dict(self.owners)
         for module in modules:
-            if id(module) not in self._prefixes:
+            if module not in self._places:
                 raise ValueError(f"{type(module).__name__} is not part of the model that these rules are for")
-            prefix = self._prefixes[id(module)]
-            start = prefix + "." if prefix else ""
-            owners.update({name: owner for name in owners if name.startswith(start)})
-        return Rules(owners, self._prefixes)
+            owners.update({name: owner for name in owners if name.startswith(self._places[module])})
+        return Rules(owners, self._places)
 
 
 def modules_of_type(model: nn.Module, types: tuple[type[nn.Module], ...]) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,10 @@ class Server:
     memory: dict[str, Tensor] = field(default_factory=dict)
     round: int = 0
     log: dict[str, float] = field(default_factory=dict)
+
+    def snapshot(self) -> Server:
+        """The server as it is now, whatever entries are replaced later; tensors must not be changed in place."""
+        return Server(dict(self.state), dict(self.memory), self.round)
 
 
 @dataclass(frozen=True)
@@ -58,4 +62,35 @@ class ServerHalf(Protocol):
         """The tensors to send to `client`."""
 
     def combine(self, server: Server, phase: str, replies: Iterator[Reply]) -> None:
-        """Fold the replies into `server`. They come one at a time, in the order of the clients."""
+        """Fold the replies into `server`. They come one at a time, in the order of the clients.
+
+        Tensors of the server are replaced, never changed in place: a message may still be on its way. If the quorum
+        is lost, the iterator raises at its end; what is set only after that leaves the server as it was.
+        """
+
+
+class IndividualMessages(Mapping[str, Message]):
+    """A message for each client, made when it is looked up, so that they are never all in memory.
+
+    Args:
+        method: makes them.
+        server: as it is at the start of the exchange.
+        phase: of the round.
+        clients: whom they are for.
+        scalars: the same for all.
+    """
+
+    def __init__(
+        self, method: ServerHalf, server: Server, phase: str, clients: Sequence[str], scalars: Mapping[str, Any]
+    ) -> None:
+        self._method, self._server, self._phase = method, server.snapshot(), phase
+        self._clients, self._scalars = clients, scalars
+
+    def __getitem__(self, client: str) -> Message:
+        return Message(self._method.outgoing(self._server, client, self._phase), self._scalars)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,6 +16,8 @@ from torch import Tensor
 from wardround.federation.files import write_atomically
 from wardround.federation.messages import plain_copy
 
+LONGEST_NAME = 150  # file systems allow 255 bytes for a file's name
+
 
 def file_name(client: str) -> str:
     """A file name for `client`, unique and safe whatever characters its name holds.
@@ -20,30 +25,40 @@ def file_name(client: str) -> str:
     >>> file_name("St. Mary's / A")
     'client-St.%20Mary%27s%20%2F%20A.safetensors'
     """
-    return f"client-{quote(client, safe='')}.safetensors"
+    name = quote(client, safe="")
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}~{hashlib.sha256(client.encode()).hexdigest()[:16]}"
+    return f"client-{name}.safetensors"
 
 
 class ClientStore:
     """Local state of many clients, least recently used first to leave the memory.
 
     Args:
-        folder: where states beyond the budget are kept; made when first needed.
+        folder: where states beyond the budget are kept, in a folder of this store's own that is made when first
+            needed: what an earlier run or another worker left there is never taken for this store's.
         budget: bytes of state that may stay in memory.
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
-        self.folder = folder
+        self._parent = folder
         self.budget = budget
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._bytes = 0
+        self._spilled: set[str] = set()
+
+    @cached_property
+    def folder(self) -> Path:
+        """This store's own folder."""
+        self._parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=self._parent))
 
     def get(self, client: str) -> dict[str, Tensor]:
-        """The state of `client`; empty before its first `put`."""
+        """A copy of the state of `client`; empty before its first `put`."""
         if client in self._memory:
             self._memory.move_to_end(client)
-            return self._memory[client]
-        file = self.folder / file_name(client)
-        return safetensors.torch.load_file(file) if file.exists() else {}
+            return {name: plain_copy(tensor) for name, tensor in self._memory[client].items()}
+        return safetensors.torch.load_file(self.folder / file_name(client)) if client in self._spilled else {}
 
     def put(self, client: str, state: Mapping[str, Tensor]) -> None:
         """Replace the state of `client` by a copy of `state`."""
@@ -66,6 +81,7 @@ class ClientStore:
     def _spill(self, client: str) -> None:
         frame = safetensors.torch.save(self._memory[client])
         write_atomically(self.folder / file_name(client), frame, durable=False)
+        self._spilled.add(client)
         self._forget(client)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from wardround.federation.codecs import Codec
-from wardround.federation.messages import BadMessage, Message, Schema, check, examples_of
+from wardround.federation.messages import BadMessage, Message, Schema, check, room_for
+from wardround.federation.reports import checked
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,29 @@ class Ledger:
         self.entries[client, direction] = self.entries.get((client, direction), 0) + size
 
     def take(self) -> dict[tuple[str, str], int]:
-        """The entries so far; the ledger is empty afterwards."""
+        """The entries so far, sorted, as their order in time is a matter of chance; the ledger is empty afterwards."""
         entries, self.entries = self.entries, {}
-        return entries
+        return dict(sorted(entries.items()))
+
+
+class Outbox:
+    """The messages of one exchange, each made and encoded when a transport is ready to send it.
+
+    So one frame at a time is in memory, whatever the number of clients.
+    """
+
+    def __init__(self, messages: Mapping[str, Message], codec: Codec, ledger: Ledger) -> None:
+        self.clients = tuple(messages)
+        self._messages, self._codec, self._ledger = messages, codec, ledger
+        self._last: tuple[Message, bytes] | None = None
+
+    def frame(self, client: str) -> bytes:
+        """The frame for `client`, counted as sent. Clients that share a message get the same object."""
+        message = self._messages[client]
+        if self._last is None or self._last[0] is not message:
+            self._last = (message, self._codec.encode(message))
+        self._ledger.count(client, "down", len(self._last[1]))
+        return self._last[1]
 
 
 class Transport(ABC):
@@ -51,39 +72,32 @@ class Transport(ABC):
         """Send each client its message and yield the replies in the order of `messages`.
 
         Args:
-            messages: by client name. A message object that stands for several clients is encoded once.
+            messages: by client name; looked up once per client, when it is sent. A message object that stands for
+                several clients is encoded once.
             schema: what the tensors of a reply must be; anything else is refused.
             deadline: seconds after which a client that has not answered is refused as late.
 
         Yields:
             `(client, reply)` one at a time: replies need not fit into memory together.
         """
-        frames: dict[int, bytes] = {}
-        payloads = {}
-        for client, message in messages.items():
-            frame = frames.get(id(message))
-            if frame is None:
-                frame = frames[id(message)] = self.codec.encode(message)
-            payloads[client] = frame
-            self.ledger.count(client, "down", len(frame))
-        for client, answer in self.carry(payloads, deadline):
-            yield client, self._open(client, answer, schema)
+        room = room_for(schema)
+        for client, answer in self.carry(Outbox(messages, self.codec, self.ledger), deadline):
+            yield client, self._open(client, answer, schema, room)
 
-    def _open(self, client: str, answer: bytes | Refused, schema: Schema) -> Message | Refused:
+    def _open(self, client: str, answer: bytes | Refused, schema: Schema, room: int) -> Message | Refused:
         if isinstance(answer, Refused):
             return answer
         self.ledger.count(client, "up", len(answer))
         try:
-            message = self.codec.decode(answer)
+            message = self.codec.decode(answer, room)
             check(message, schema)
-            examples_of(message)
+            return checked(message)
         except BadMessage as bad:
             return Refused(str(bad))
-        return message
 
     @abstractmethod
-    def carry(self, payloads: Mapping[str, bytes], deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
-        """Deliver each frame and yield `(client, answer)` in the order of `payloads`."""
+    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
+        """Deliver `outbox.frame(client)` to each of `outbox.clients`; yield `(client, answer)` in their order."""
 
     def close(self) -> None:  # noqa: B027 - a transport without resources need not override it
         """Release processes and connections."""

@@ -82,6 +82,14 @@ def divergence(local: Moments, target: Moments, kind: Divergence, eps: float) ->
     return 0.5 * (torch.log(v_k / v_g) + (v_g + (m_g - m_k) ** 2) / v_k - 1).mean()
 
 
+def alignment_loss(
+    local: Sequence[Moments], target: Sequence[Moments], weights: Sequence[float], kind: Divergence, eps: float
+) -> Tensor:
+    """`sum_l w_l * divergence` over the sites, a scalar."""
+    pairs = zip(weights, local, target, strict=True)
+    return torch.stack([weight * divergence(ours, theirs, kind, eps) for weight, ours, theirs in pairs]).sum()
+
+
 def site_weights(sites: int, kind: SiteWeights, beta: float) -> list[float]:
     """Weights that sum to 1: equal, or proportional to `exp(beta l)` for the l-th site (deeper ones heavier)."""
     raw = [1.0 if kind == "uniform" else math.exp(beta * site) for site in range(sites)]

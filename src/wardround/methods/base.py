@@ -144,10 +144,13 @@ class Method(Options):
         """Take in the average of the digests. Default: nothing."""
 
     def combine(self, server: Server, phase: str, replies: Iterator[Reply]) -> None:
-        """Average the replies while they arrive. Where no client has images the server stays as it is."""
+        """Average the replies while they arrive; one without images counts for nothing, whatever `weight` says.
+
+        Where no client has images the server stays as it is.
+        """
         state, digest = WeightedMean(), WeightedMean()
         for reply in replies:
-            weight = self.weight(reply)
+            weight = self.weight(reply) if reply.examples else 0.0
             state.add(reply.message.under("state"), weight)
             digest.add(self.digest(reply), weight)
         if state.total > 0:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wardround.errors import InputError, suggestion
+from wardround.keys import describe_keys
 from wardround.methods.base import Method
 from wardround.methods.registry import METHODS, PRESETS
 
-if TYPE_CHECKING:
-    import rich.console
-    import rich.table
-
 
 def describe_methods() -> list[dict[str, Any]]:
-    """Every method: name, title, citation, what travels besides shared state, which skews it addresses."""
-    return [_about(kind) for kind in METHODS.values()]
+    """Every method: name, title, what travels, what stays, the skews that it addresses, citation; and the presets."""
+    return [*(_about(kind) for kind in METHODS.values()), *map(_preset, PRESETS)]
 
 
 def describe_method(name: str) -> dict[str, Any]:
@@ -25,16 +22,13 @@ def describe_method(name: str) -> dict[str, Any]:
     Raises:
         InputError: there is no such method.
     """
-    if name in PRESETS:
-        return {"name": name, "preset": PRESETS[name]} | describe_method(PRESETS[name]["method.name"])
-    if name not in METHODS:
-        raise InputError(f"there is no method {name!r}{suggestion(name, [*METHODS, *PRESETS])}")
-    kind = METHODS[name]
-    keys = [
-        {"key": field.alias or key, "default": field.default, "meaning": field.description}
-        for key, field in kind.model_fields.items()
-    ]
-    return {**_about(kind), "text": inspect.getdoc(kind) or "", "keys": keys}
+    plain = name.lower()
+    if plain in PRESETS:
+        return {**describe_method(PRESETS[plain]["method.name"]), **_preset(plain)}
+    if plain not in METHODS:
+        raise InputError(f"there is no method {name!r}{suggestion(plain, [*METHODS, *PRESETS])}")
+    kind = METHODS[plain]
+    return {**_about(kind), "text": inspect.getdoc(kind) or "", "keys": describe_keys(kind)}
 
 
 def _about(kind: type[Method]) -> dict[str, Any]:
@@ -49,23 +43,8 @@ def _about(kind: type[Method]) -> dict[str, Any]:
     }
 
 
-def methods_table(listed: list[dict[str, Any]]) -> rich.table.Table:
-    """The list as a table for a terminal."""
-    from rich.table import Table
-
-    table = Table("method", "what it is", "travels", "stays", "skews", "citation", show_lines=True)
-    for one in listed:
-        table.add_row(one["name"], one["title"], one["travels"], one["stays"], ", ".join(one["skews"]), one["citation"])
-    return table
-
-
-def method_table(one: dict[str, Any]) -> rich.console.Group:
-    """One method for a terminal."""
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("key", "default", "meaning")
-    for key in one["keys"]:
-        table.add_row(key["key"], "none" if key["default"] is None else str(key["default"]), escape(key["meaning"]))
-    return Group(escape(one["text"]), "", escape(one["citation"]), *([table] if one["keys"] else []))
+def _preset(name: str) -> dict[str, Any]:
+    """A name that `compare` takes for a method with a setting of another section."""
+    settings = PRESETS[name]
+    title = f"preset for `compare`: {', '.join(f'{key} = {value}' for key, value in settings.items())}"
+    return {"name": name, "title": title, "preset": settings}

@@ -58,6 +58,10 @@ class PAFPAlt(PAFP):
         """As `drift` says."""
         return not self.drift
 
+    def optimizer(self, client: Client, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Two optimisers in one: phi and theta_k are groups, so that neither's gradient norm clips the other."""
+        return client.optimizer(self.two_groups(client, parameters))
+
     def loss(self, step: Step) -> Tensor:
         """The joint loss in a local turn, the task loss otherwise; moments are measured in both."""
         if self.local_turn(step.client.round):
@@ -66,14 +70,16 @@ class PAFPAlt(PAFP):
         return step.task_loss
 
     def backward(self, step: Step) -> Tensor:
-        """In an additive local turn, phi gets the gradient of the task loss alone."""
+        """In an additive local turn, the gradient of lambda L_align is added for theta_k alone."""
         if self.schedule == "exclusive" or not self.local_turn(step.client.round):
             return super().backward(step)
-        joint = self.loss(step)
+        task, pull = step.task_loss, self.pull(step)
+        task.backward(retain_graph=pull is not None)  # type: ignore[no-untyped-call]
+        if pull is None:
+            return task
         rules = self.rules(step.client.model)
-        for owner, loss in ((Owner.SHARED, step.task_loss), (Owner.LOCAL, joint)):
-            owned = [p for p in owned_parameters(step.client.model, rules, owner) if p.requires_grad]
-            gradients = torch.autograd.grad(loss, owned, retain_graph=True, allow_unused=True)
-            for parameter, gradient in zip(owned, gradients, strict=True):
-                parameter.grad = gradient
-        return joint
+        local = [p for p in owned_parameters(step.client.model, rules, Owner.LOCAL) if p.requires_grad]
+        for parameter, gradient in zip(local, torch.autograd.grad(pull, local, allow_unused=True), strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return task + pull.detach()

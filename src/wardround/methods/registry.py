@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +31,19 @@ def method_from(section: Mapping[str, Any]) -> Method:
         InputError: no such method, an unknown key or a value that is not allowed.
     """
     name = section.get("name", "fedavg")
-    if name not in METHODS:
-        raise InputError(f"method.name: there is no method {name!r}{suggestion(str(name), METHODS)}")
-    kind = METHODS[name]
+    kind = METHODS.get(str(name))
+    if kind is None:
+        raise InputError(f"method.name: there is no method {name!r}{_hint(str(name))}")
     try:
         return kind(**{key: value for key, value in section.items() if key != "name"})
     except ValidationError as error:
-        raise InputError(explain(error, kind, "method")) from error
+        raise InputError(explain(error, kind, "method", besides=["name"])) from error
+
+
+def _hint(name: str) -> str:
+    """What an unknown name probably stands for."""
+    preset = PRESETS.get(name.lower())
+    if preset is None:
+        return suggestion(name.lower(), METHODS)
+    written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in preset.items())
+    return f", but `compare` takes {name.lower()!r} for {written}"

@@ -21,7 +21,7 @@ class ModelOptions(Options):
     pretrained: bool | Annotated[str, Field(min_length=1)] = Field(
         True,
         description="true: published weights, from an installed package or a hub. false: random weights "
-        "from the seed. A path, relative to the working directory: a .safetensors or .pth file.",
+        "from the seed. A path, relative to the experiment file or the working directory: a .safetensors or .pth file.",
     )
     finetune_blocks: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
         2,

@@ -12,11 +12,11 @@ def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Itera
     """Index batches `(B,)` that visit each of `count` images once, in an order drawn from `generator`.
 
     Nothing is dropped. A last batch of one image, on which batch normalisation cannot compute a variance, joins the
-    batch before it; a client with one image gets that one.
+    batch before it, unless all batches are of one; a client with one image gets that one.
     """
     order = torch.randperm(count, generator=generator)
     starts = list(range(0, count, size))
-    if len(starts) > 1 and count - starts[-1] == 1:
+    if size > 1 and len(starts) > 1 and count - starts[-1] == 1:
         starts.pop()
-    for start, end in zip(starts, [*starts[1:], count], strict=True):
+    for start, end in zip(starts, [*starts[1:], count], strict=False):  # no image, no batch
         yield order[start:end]

@@ -17,6 +17,7 @@ from wardround.data import Samples
 from wardround.data.transforms import Policy
 from wardround.federation.files import write_atomically
 from wardround.models.classifier import Classifier
+from wardround.training.arithmetic import layout
 from wardround.training.inputs import PREFIX_BATCH, CachedInputs, ImageInputs, Inputs, prefix_outputs
 from wardround.training.options import TrainingOptions
 
@@ -57,7 +58,7 @@ class PrefixCache:
         if not self.options.cache or not len(self.model.frozen) or views == 0 or len(samples) == 0:
             return images if augmented else ImageInputs(self.model, samples, self.size, "none", self.device)
         parts = [self._view(client, images, view if augmented else None) for view in range(views)]
-        return CachedInputs(torch.stack(parts) if views > 1 else parts[0][None], self.device)
+        return CachedInputs(parts, self.device, layout(self.options))
 
     def _view(self, client: str, images: ImageInputs, view: int | None) -> Tensor:
         """Outputs `(N, ...)` for one view: from a file when one has them, else computed and kept in one."""

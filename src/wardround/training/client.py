@@ -55,7 +55,7 @@ class Client:
     def __len__(self) -> int:
         return len(self.labels)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the model lives."""
         return next(self.model.parameters()).device
@@ -78,7 +78,7 @@ class Client:
         for _ in range(epochs):
             for rows in shuffled_batches(len(self), self.options.batch_size, order):
                 inputs = self.inputs.batch(rows, augmentation)
-                yield Step(self, number, inputs, self.labels[rows].to(self.device))
+                yield Step(self, number, inputs, self.labels.index_select(0, rows).to(self.device))
                 number += 1
 
     def rate(self, lr: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -71,6 +72,7 @@ class DepthwiseConvolution(torch.autograd.Function):
         return functional.conv2d(x, weight, None, stride, padding, 1, x.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         """The library's own for the input, shifts for the weight."""
         x, weight = ctx.saved_tensors
@@ -101,7 +103,8 @@ def weight_gradient(
 def has_large_depthwise(model: torch.nn.Module) -> bool:
     """Whether `model` holds a depthwise convolution whose kernel is large enough for shifts."""
     convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
-    return any(m.groups == m.in_channels and min(m.kernel_size) >= SMALLEST_KERNEL for m in convolutions)
+    depthwise = [m for m in convolutions if m.groups == m.in_channels == m.out_channels]
+    return any(min(m.kernel_size) >= SMALLEST_KERNEL for m in depthwise)
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, groups: int) -> bool:

@@ -6,6 +6,7 @@ is computed once, kept in half precision and shared by all methods and seeds wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from wardround.data import Samples
 from wardround.data.transforms import Policy, augment, centre_crop
+from wardround.errors import InputError
 from wardround.models.classifier import Classifier
 
 PREFIX_BATCH = 64
@@ -32,23 +34,25 @@ class CachedInputs:
     """Outputs of the frozen blocks, kept in half precision in memory or in a mapped file.
 
     Attributes:
-        outputs: `(views, N, ...)`; images of shape `(C, H, W)` are kept as `(H, W, C)`, which a channels-last
-            network reads without a copy.
+        views: `(N, ...)` each; maps of shape `(C, H, W)` are kept as `(H, W, C)`, which a channels-last network
+            reads without a copy.
         device: where batches are needed.
+        layout: the memory format in which they are needed.
     """
 
-    outputs: Tensor
+    views: Sequence[Tensor]
     device: torch.device
+    layout: torch.memory_format
 
     def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
         """float32 `(B, ...)`; with several views, each image's view is drawn from `stream`."""
-        views = len(self.outputs)
-        if views == 1 or stream is None:
-            kept = self.outputs[0, rows]
+        if len(self.views) == 1 or stream is None:
+            kept = self.views[0].index_select(0, rows)
         else:
-            kept = self.outputs[torch.from_numpy(stream.integers(views, size=len(rows))), rows]
+            drawn = stream.integers(len(self.views), size=len(rows)).tolist()
+            kept = torch.stack([self.views[view][row] for view, row in zip(drawn, rows.tolist(), strict=True)])
         kept = kept.to(self.device, torch.float32)
-        return kept.permute(0, 3, 1, 2) if kept.dim() == 4 else kept
+        return kept.permute(0, 3, 1, 2).contiguous(memory_format=self.layout) if kept.dim() == 4 else kept
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,26 @@ def prefix_outputs(inputs: ImageInputs, stream: np.random.Generator | None, dtyp
     """Outputs of the frozen blocks for every image, laid out as `CachedInputs` keeps them, on the CPU.
 
     The batches have a fixed size, so that the result does not depend on how the images are used later.
+
+    Raises:
+        InputError: an output is too large for `dtype`.
     """
     parts = []
     with torch.inference_mode():
         for rows in torch.split(torch.arange(len(inputs.samples)), PREFIX_BATCH):
             output = inputs.batch(rows, stream)
             output = output.permute(0, 2, 3, 1) if output.dim() == 4 else output
+            _check_range(output, dtype)
             parts.append(output.to("cpu", dtype).contiguous())
     return torch.cat(parts)
+
+
+def _check_range(output: Tensor, dtype: torch.dtype) -> None:
+    """An output beyond the type's range would become infinite in the cache."""
+    largest = float(output.abs().max())
+    if largest > torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise InputError(
+            f'training.cache_type = "{kind}" cannot hold the frozen blocks\' outputs, which reach {largest:.3g}; '
+            'allowed here: "bfloat16", "float32"'
+        )

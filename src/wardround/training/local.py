@@ -44,18 +44,25 @@ def fit(
     """
     if not len(client):
         return float("nan")
-    total = torch.zeros((), device=client.device)
-    steps = 0
+    losses = []
     with only_training(client.model, parameters, fixed_statistics), dropout_stream(client):
         for step in client.steps(epochs):
             with single_image_statistics(client.model, len(step.labels)):
                 optimizer.zero_grad(set_to_none=True)
-                total += backward(step).detach()
-            if client.options.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, client.options.clip_norm)
+                losses.append(backward(step).detach())
+            clip_gradients(optimizer, client.options.clip_norm)
             optimizer.step()
-            steps += 1
-    return float(total / steps)
+    return float(torch.stack(losses).mean())
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, largest: float | None) -> None:
+    """Scale the gradients of each parameter group to a norm of at most `largest`; None leaves them.
+
+    Groups are clipped apart: what one part of the model wants must not shorten the steps of another.
+    """
+    if largest is not None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], largest)
 
 
 @contextmanager
@@ -64,18 +71,16 @@ def only_training(
 ) -> Iterator[None]:
     """Train mode and gradients for `parameters` alone.
 
-    With `fixed_statistics`, a batch-norm layer none of whose parameters train is put in eval mode: its running
-    statistics belong to the part that stands still and must not drift. Afterwards everything is in eval mode, and
-    `requires_grad` is what it was.
+    With `fixed_statistics`, a batch-norm layer that stands still (see `stands_still`) is put in eval mode: its
+    running statistics must not drift. Afterwards everything is in eval mode, and `requires_grad` is what it was.
     """
     chosen = {id(parameter) for parameter in parameters}
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in chosen)
     model.train()
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if fixed_statistics and isinstance(module, BATCH_NORMS) and own and not any(id(p) in chosen for p in own):
+    for name, module in model.named_modules():
+        if fixed_statistics and isinstance(module, BATCH_NORMS) and stands_still(model, name):
             module.eval()
     try:
         yield
@@ -84,6 +89,14 @@ def only_training(
             parameter.requires_grad_(trains)
             parameter.grad = None
         model.eval()
+
+
+def stands_still(model: nn.Module, name: str) -> bool:
+    """Whether nothing trains in the module called `name`; one without parameters goes with what it is part of."""
+    parameters = list(model.get_submodule(name).parameters())
+    if not parameters and name:
+        return stands_still(model, name.rpartition(".")[0])
+    return not any(parameter.requires_grad for parameter in parameters)
 
 
 @contextmanager

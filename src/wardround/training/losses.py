@@ -23,7 +23,7 @@ def class_weights(counts: Tensor, kind: ClassWeights, clip: float | None = None)
     tensor([0.6667, 2.0000, 0.0000])
     """
     if kind == "none":
-        return torch.ones(len(counts))
+        return torch.ones(len(counts), device=counts.device)
     present = counts > 0
     raw = torch.where(present, counts.sum() / counts.clamp(min=1), 0.0)
     if kind == "balanced":
@@ -36,7 +36,9 @@ def class_weights(counts: Tensor, kind: ClassWeights, clip: float | None = None)
 def focal_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
     """`mean_i -alpha_y (1 - p_y)^gamma log p_y` over logits `(B, C)` (Lin et al., ICCV 2017; plain batch mean)."""
     log_p = functional.log_softmax(logits, dim=1).gather(1, labels[:, None]).squeeze(1)
-    return (-weights[labels] * (1 - log_p.exp()).clamp(min=0) ** gamma * log_p).mean()
+    # 0^gamma has an infinite slope for gamma < 1, and p = 1 is reached in float32.
+    doubt = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).tiny)
+    return (-weights[labels] * doubt**gamma * log_p).mean()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
@@ -46,12 +48,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 def balanced_softmax(logits: Tensor, labels: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
     """Cross-entropy of `z + log n_c` (Ren et al., NeurIPS 2020). A class absent at this client takes no part."""
-    shift = torch.where(counts > 0, counts.clamp(min=1).log(), torch.finfo(logits.dtype).min / 2)
+    log_counts = counts.clamp(min=1).to(logits.dtype).log()
+    shift = torch.where(counts > 0, log_counts, torch.finfo(logits.dtype).min / 2)
     return cross_entropy(logits + shift, labels, weights)
 
 
 def task_loss(options: TrainingOptions, counts: Tensor) -> TaskLoss:
     """The loss `(logits (B, C), labels (B,)) -> scalar` for a client with label counts `(C,)`."""
+    if options.loss == "cross-entropy" and options.class_weights == "none":
+        return functional.cross_entropy  # the same numbers in one operation
     weights = class_weights(counts, options.class_weights, options.class_weight_clip)
     if options.loss == "focal":
         return lambda logits, labels: focal_loss(logits, labels, weights, options.focal_gamma)

@@ -22,7 +22,9 @@ class TrainingOptions(Options):
     lr_decay: float = Field(1.0, gt=0, le=1, description="the learning rate is multiplied by this every round")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(1e-4, ge=0, description="L2 penalty, as the optimiser understands it")
-    clip_norm: float | None = Field(10.0, gt=0, description="largest gradient norm; none: no clipping")
+    clip_norm: float | None = Field(
+        10.0, gt=0, description="largest gradient norm, for each group of an optimiser; none: no clipping"
+    )
     loss: LossName = Field("focal", description="the task loss")
     focal_gamma: float = Field(2.0, ge=0, description="focusing parameter of the focal loss")
     class_weights: ClassWeights = Field(

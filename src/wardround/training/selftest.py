@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ from wardround.federation.files import write_atomically
 from wardround.models.classifier import Classifier
 from wardround.training.arithmetic import arithmetic, layout
 from wardround.training.convolutions import has_large_depthwise
+from wardround.training.local import single_image_statistics
 from wardround.training.options import TrainingOptions
 
-STEPS = 3
+STEPS, SECONDS = 3, 0.15  # a setting takes at least so many steps, and so long
 MARGIN = 0.95  # a setting replaces the plain one only if it is at least 5 % faster
 
 # Each key that may be `auto`, with its plain setting first. They are decided one after the other, in this order.
@@ -53,10 +55,17 @@ def choose_arithmetic(
         return options
     file = folder / "arithmetic.json" if folder else None
     key, known = _key(model, options, image_size, device), _read(file)
-    if key not in known:
+    if not _answers(known.get(key), undecided):
         known[key] = _decide(model, options, image_size, device, undecided)
         _remember(file, known)
     return options.model_copy(update=known[key])
+
+
+def _answers(known: object, undecided: list[str]) -> bool:
+    """Whether a remembered answer settles what is undecided, and nothing else: the file may be old or damaged."""
+    if not isinstance(known, dict) or known.keys() != set(undecided):
+        return False
+    return all(known[key] in CHOICES[key] for key in undecided)
 
 
 def _decide(
@@ -76,7 +85,10 @@ def _decide(
 
 
 def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> float:
-    """The best of a few training steps of a copy of `model` on random images, in seconds, after one to warm up."""
+    """The best of a few training steps of a copy of `model` on random images, in seconds, after one to warm up.
+
+    One thread of a processor is timed by its own clock, which stands still while others use the processor.
+    """
     trial = copy.deepcopy(model).to(memory_format=layout(options))
     images = torch.randint(0, 256, (options.batch_size, image_size, image_size, model.channels), dtype=torch.uint8)
     inputs = trial.prefix(trial.prepare(images.to(device)))
@@ -84,20 +96,31 @@ def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int,
         inputs = inputs.contiguous(memory_format=layout(options))
     optimizer = torch.optim.SGD([p for p in trial.parameters() if p.requires_grad], options.lr)
     trial.train()
-    return min([_step(trial, inputs, options, optimizer) for _ in range(1 + STEPS)][1:])
+    clock = time.thread_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
+    _step(trial, inputs, options, optimizer, clock)
+    times: list[float] = []
+    while len(times) < STEPS or sum(times) < SECONDS:
+        times.append(_step(trial, inputs, options, optimizer, clock))
+    return min(times)
 
 
-def _step(model: Classifier, inputs: Tensor, options: TrainingOptions, optimizer: torch.optim.Optimizer) -> float:
+def _step(
+    model: Classifier,
+    inputs: Tensor,
+    options: TrainingOptions,
+    optimizer: torch.optim.Optimizer,
+    clock: Callable[[], float],
+) -> float:
     labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
-    start = time.perf_counter()
+    start = clock()
     optimizer.zero_grad(set_to_none=True)
-    with arithmetic(options, inputs.device):
+    with single_image_statistics(model, len(inputs)), arithmetic(options, inputs.device):
         logits = model(inputs)
     nn.functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     if inputs.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _key(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> str:

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
 Array = NDArray[np.float32]
-Colour = Sequence[float]
+Numbers = Sequence[float] | NDArray[np.floating]
+Colour = Numbers  # red, green and blue in 0..1, or a whole picture
+Point = Numbers  # x and y
+Tones = float | NDArray[np.floating]  # how strongly each of N shapes covers, in 0..1
 
 SUPERSAMPLE = 2
 CORNERS = 8  # of the polygon that stands for an ellipse
@@ -51,11 +54,11 @@ def clouds(rng: np.random.Generator, size: int, cells: int, octaves: int = 1) ->
 
 def smoothstep(values: Array, low: float, high: float) -> Array:
     """0 below `low`, 1 above `high`, and a smooth ramp between (falling where `high` < `low`)."""
-    ramp = np.clip((values - low) / (high - low), 0, 1)
+    ramp: Array = np.clip((values - low) / (high - low), 0, 1)
     return ramp * ramp * (3 - 2 * ramp)
 
 
-def ellipse(size: int, centre: Colour, radii: Colour, angle: float = 0.0, edge: float = 0.1) -> Array:
+def ellipse(size: int, centre: Point, radii: Point, angle: float = 0.0, edge: float = 0.1) -> Array:
     """Mask of one ellipse; its border is a ramp `edge` wide, as a share of the radius."""
     x, y = plane(size)
     cos, sin = math.cos(angle), math.sin(angle)
@@ -64,13 +67,13 @@ def ellipse(size: int, centre: Colour, radii: Colour, angle: float = 0.0, edge: 
     return smoothstep(np.sqrt(u * u + v * v), 1 + edge / 2, 1 - edge / 2)
 
 
-def planes(colour: Colour | Array) -> Array:
+def planes(colour: Colour) -> Array:
     """A colour as `(3, 1, 1)`, so that it spreads over a picture; a picture as it is."""
     values = np.asarray(colour, dtype=np.float32)
     return values[:, None, None] if values.ndim == 1 else values
 
 
-def blend(image: Array, colour: Colour | Array, mask: Array) -> Array:
+def blend(image: Array, colour: Colour, mask: Array) -> Array:
     """`image` moved towards `colour` (one RGB colour or a whole picture) by `mask`."""
     return image + mask.astype(np.float32) * (planes(colour) - image)
 
@@ -101,7 +104,7 @@ def drawn(size: int, draw: Callable[[ImageDraw.ImageDraw, float], None]) -> Arra
     return small / np.float32(255)
 
 
-def spots(size: int, centres: NDArray[np.floating], radii: NDArray[np.floating], tones: object = 1.0) -> Array:
+def spots(size: int, centres: NDArray[np.floating], radii: NDArray[np.floating], tones: Tones = 1.0) -> Array:
     """Mask of many discs: `centres` `(N, 2)`, `radii` `(N,)`, `tones` one value or N values in 0..1."""
     fills = (np.broadcast_to(np.asarray(tones, float), (len(radii),)) * 255).astype(int).tolist()
 
@@ -114,18 +117,27 @@ def spots(size: int, centres: NDArray[np.floating], radii: NDArray[np.floating],
 
 
 def blobs(
-    size: int, centres: NDArray[np.floating], radii: NDArray[np.floating], angles: NDArray[np.floating], tones: object
+    size: int,
+    centres: NDArray[np.floating],
+    radii: NDArray[np.floating],
+    angles: NDArray[np.floating],
+    tones: Tones,
 ) -> Array:
     """Mask of many filled ellipses: `centres` and `radii` `(N, 2)`, `angles` `(N,)` in radians."""
     turn = np.linspace(0, 2 * np.pi, CORNERS, endpoint=False)
-    ring = np.stack([np.cos(turn), np.sin(turn)], axis=-1) * radii[:, None, :]
+    ring = unit(turn) * radii[:, None, :]
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     xs = cos * ring[..., 0] - sin * ring[..., 1] + centres[:, :1]
     ys = sin * ring[..., 0] + cos * ring[..., 1] + centres[:, 1:]
     return polygons(size, np.stack([xs, ys], axis=-1), tones)
 
 
-def polygons(size: int, outlines: NDArray[np.floating], tones: object = 1.0) -> Array:
+def unit(angles: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Points `(N, 2)` on the unit circle at `angles` `(N,)`, in radians."""
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float64)
+
+
+def polygons(size: int, outlines: NDArray[np.floating], tones: Tones = 1.0) -> Array:
     """Mask of many filled polygons, `outlines` `(N, corners, 2)`; later ones lie above earlier ones."""
     fills = (np.broadcast_to(np.asarray(tones, float), (len(outlines),)) * 255).astype(int).tolist()
 
@@ -150,15 +162,19 @@ def strokes(size: int, lines: Iterable[NDArray[np.floating]], widths: Iterable[f
 
 
 def curve(
-    rng: np.random.Generator, start: Colour, heading: float, length: float, bend: float, points: int = 12
+    rng: np.random.Generator, start: Point, heading: float, length: float, bend: float, points: int = 12
 ) -> NDArray[np.float64]:
     """A wandering curve `(points, 2)` from `start`; `bend` is how many radians its heading strays in all."""
     turns = np.cumsum(rng.normal(0, bend / np.sqrt(points), points - 1)) + heading
-    steps = np.stack([np.cos(turns), np.sin(turns)], axis=1) * (length / (points - 1))
-    return np.concatenate([[[0.0, 0.0]], np.cumsum(steps, axis=0)]) + np.asarray(start, float)
+    steps = unit(turns) * (length / (points - 1))
+    path: NDArray[np.float64] = np.concatenate([[[0.0, 0.0]], np.cumsum(steps, axis=0)])
+    path += np.asarray(start, float)
+    return path
 
 
-def scatter(rng: np.random.Generator, gap: float, keep: float = 1.0, reach: float = 1.1) -> NDArray[np.float64]:
+def scatter(
+    rng: np.random.Generator, gap: float, keep: float = 1.0, reach: float = 1.1
+) -> NDArray[np.float64]:
     """Points `(N, 2)` about `gap` apart over the square of half-side `reach`: a jittered triangular lattice.
 
     `keep` is the share of its points that stay, drawn at random.

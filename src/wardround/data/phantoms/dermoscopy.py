@@ -11,7 +11,7 @@ from wardround.data.phantoms import canvas
 from wardround.data.phantoms.canvas import Array
 from wardround.data.phantoms.family import Family
 
-CONTRAST = 0.8  # of a structure at strength 1
+CONTRAST = 0.75  # of a structure at strength 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def inside(rng: np.random.Generator, spot: Lesion, count: int, reach: float) -> 
     """`count` points `(N, 2)` within `reach` times the lesion's radius, even over its area."""
     angle = rng.uniform(0, 2 * np.pi, count)
     distance = spot.radius * reach * np.sqrt(rng.uniform(0, 1, count))
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1) * distance[:, None] + np.asarray(spot.centre)
+    points: NDArray[np.float64] = canvas.unit(angle) * distance[:, None] + np.array(spot.centre)
+    return points
 
 
 def shaded(spot: Lesion, factor: float) -> tuple[float, ...]:
@@ -94,7 +95,9 @@ def network(rng: np.random.Generator, image: Array, spot: Lesion, strength: floa
     v = y + 0.035 * canvas.clouds(rng, size, 5)
     turn, pitch = rng.uniform(0, np.pi), rng.uniform(36, 50)
     directions = turn + np.arange(3) * (2 * np.pi / 3)
-    lattice = sum(np.cos(np.float32(pitch) * (np.cos(d) * u + np.sin(d) * v)) for d in directions.astype(np.float32))
+    lattice = sum(
+        np.cos(np.float32(pitch) * (np.cos(d) * u + np.sin(d) * v)) for d in directions.astype(np.float32)
+    )
     mesh = canvas.smoothstep(np.asarray(lattice, np.float32), 0.3, -0.9)
     patches = canvas.smoothstep(canvas.clouds(rng, size, 3), -1.0, 0.2)
     return canvas.blend(image, shaded(spot, 0.45), strength * 0.85 * mesh * spot.mask * patches)
@@ -105,14 +108,16 @@ def globules(rng: np.random.Generator, image: Array, spot: Lesion, strength: flo
     count = int(rng.integers(22, 50))
     places = inside(rng, spot, count, 0.95) + rng.normal(0, 0.12, 2)
     mask = canvas.spots(image.shape[-1], places, rng.uniform(0.03, 0.07, count), rng.uniform(0.6, 1, count))
-    return canvas.blend(image, shaded(spot, 0.45), strength * 0.9 * canvas.soft(mask, 0.012) * (spot.depth > -0.1))
+    return canvas.blend(
+        image, shaded(spot, 0.45), strength * 0.9 * canvas.soft(mask, 0.012) * (spot.depth > -0.1)
+    )
 
 
 def streaks(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
     """Dark radial projections over an arc of the border."""
     count, arc = int(rng.integers(14, 30)), rng.uniform(0.5, 1.0) * 2 * np.pi
     angles = rng.uniform(0, 2 * np.pi) + np.linspace(0, arc, count) + rng.normal(0, 0.05, count)
-    out = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    out = canvas.unit(angles)
     first = np.asarray(spot.centre) + out * spot.radius * rng.uniform(0.6, 0.75, count)[:, None]
     last = np.asarray(spot.centre) + out * spot.radius * rng.uniform(1.05, 1.35, count)[:, None]
     lines = np.stack([first, last + rng.normal(0, 0.03, (count, 2))], axis=1)
@@ -125,7 +130,9 @@ def veil(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) 
     size = image.shape[-1]
     x, y = canvas.plane(size)
     (px, py) = inside(rng, spot, 1, 0.45)[0]
-    field = np.hypot(x - px, y - py) / (spot.radius * rng.uniform(0.6, 0.85)) + 0.2 * canvas.clouds(rng, size, 6)
+    field = np.hypot(x - px, y - py) / (spot.radius * rng.uniform(0.6, 0.85)) + 0.2 * canvas.clouds(
+        rng, size, 6
+    )
     mask = canvas.smoothstep(field, 1.15, 0.5) * spot.mask
     blue = rng.uniform(0.62, 0.85) + 0.05 * canvas.clouds(rng, size, 6, octaves=2)
     haze = np.stack([0.76 * blue, 0.84 * blue, blue])
@@ -138,11 +145,15 @@ def vessels(rng: np.random.Generator, image: Array, spot: Lesion, strength: floa
     for start in inside(rng, spot, int(rng.integers(3, 7)), 0.6):
         heading = rng.uniform(0, 2 * np.pi)
         trunk = canvas.curve(rng, start, heading, rng.uniform(0.4, 0.7), 1.0)
-        branches = [canvas.curve(rng, trunk[i], heading + t, 0.25, 1.0) for i, t in ((4, 0.8), (7, -0.8), (9, 0.6))]
+        branches = [
+            canvas.curve(rng, trunk[i], heading + t, 0.25, 1.0) for i, t in ((4, 0.8), (7, -0.8), (9, 0.6))
+        ]
         lines += [trunk, *branches]
         widths += [0.035, 0.02, 0.02, 0.02]
     pink = canvas.blend(image, (0.84, 0.56, 0.52), strength * 0.5 * spot.mask)
-    return canvas.blend(pink, (0.66, 0.10, 0.12), strength * 0.9 * canvas.strokes(image.shape[-1], lines, widths))
+    return canvas.blend(
+        pink, (0.66, 0.10, 0.12), strength * 0.9 * canvas.strokes(image.shape[-1], lines, widths)
+    )
 
 
 def milia(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
@@ -152,7 +163,9 @@ def milia(rng: np.random.Generator, image: Array, spot: Lesion, strength: float)
     dark = canvas.spots(size, inside(rng, spot, plugs, 0.9), rng.uniform(0.03, 0.06, plugs))
     bright = canvas.spots(size, inside(rng, spot, cysts, 0.9), rng.uniform(0.025, 0.05, cysts))
     return canvas.blend(
-        canvas.blend(image, shaded(spot, 0.35), strength * 0.9 * dark), (0.97, 0.92, 0.76), strength * 0.9 * bright
+        canvas.blend(image, shaded(spot, 0.35), strength * 0.9 * dark),
+        (0.97, 0.92, 0.76),
+        strength * 0.9 * bright,
     )
 
 
@@ -168,7 +181,9 @@ def regression(rng: np.random.Generator, image: Array, spot: Lesion, strength: f
 def structureless(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
     """Even tan without any pattern."""
     pale = rng.uniform(0.3, 0.6)
-    tan = [(1 - pale) * own + pale * light for own, light in zip(spot.pigment, (0.80, 0.62, 0.45), strict=True)]
+    tan = [
+        (1 - pale) * own + pale * light for own, light in zip(spot.pigment, (0.80, 0.62, 0.45), strict=True)
+    ]
     return canvas.blend(image, tan, strength * 0.9 * spot.mask)
 
 
@@ -188,7 +203,9 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A dermoscopic picture `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     spot = lesion(rng, size)
     image = pigmented(rng, skin(rng, size), spot)
-    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
+    for structure, amount in sorted(
+        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
+    ):
         if amount > 0:
             image = structure(rng, image, spot, CONTRAST * float(amount))
     return hairs(rng, image)

@@ -21,9 +21,11 @@ class Family:
         paint: `paint(rng, size, strength)` gives a float32 picture `(3, size, size)` in 0..1. `strength` has one
             value in 0..1 for each class: how plainly its structure shows.
         grey: whether the modality has no colour, so that a scanner can give it none.
+        blank: whether class 0 is the absence of the others (a healthy eye), which then intrude on it but faintly.
     """
 
     name: str
     classes: tuple[str, ...]
     paint: Painter
     grey: bool = False
+    blank: bool = False

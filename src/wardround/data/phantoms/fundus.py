@@ -44,9 +44,15 @@ def ground(rng: np.random.Generator, size: int, view: Eye) -> Array:
     x, y = canvas.plane(size)
     texture = 1 + 0.05 * canvas.clouds(rng, size, 4, octaves=4)
     rim = 1 - 0.35 * (x * x + y * y)
-    glow = 0.15 * np.exp(-((x - view.disc[0]) ** 2 + (y - view.disc[1]) ** 2) / 0.25)
-    pit = 0.38 * np.exp(-((x - view.macula[0]) ** 2 + (y - view.macula[1]) ** 2) / np.float32(0.035))
-    return canvas.flat(size, tone) * (texture * (rim + glow - pit))
+    light: Array = rim + 0.15 * bump(size, view.disc, 0.5) - 0.38 * bump(size, view.macula, 0.19)
+    return canvas.flat(size, tone) * (texture * light)
+
+
+def bump(size: int, centre: tuple[float, float], radius: float) -> Array:
+    """A soft light `exp(-(distance / radius)^2)`, `(S, S)`."""
+    x, y = canvas.plane(size)
+    light: Array = np.exp(-((x - centre[0]) ** 2 + (y - centre[1]) ** 2) / radius**2)
+    return light
 
 
 def arcade(rng: np.random.Generator, view: Eye, up: int) -> tuple[list[Points], list[float]]:
@@ -59,7 +65,9 @@ def arcade(rng: np.random.Generator, view: Eye, up: int) -> tuple[list[Points], 
     lines, widths = [trunk], [rng.uniform(0.035, 0.05)]
     for start in rng.integers(3, 15, 5):
         inward = rng.random() < 0.5
-        heading = (np.pi if view.side > 0 else 0.0) + (1 if inward else -1) * -up * view.side * rng.uniform(0.5, 1.1)
+        heading = (np.pi if view.side > 0 else 0.0) + (1 if inward else -1) * -up * view.side * rng.uniform(
+            0.5, 1.1
+        )
         lines.append(canvas.curve(rng, trunk[start], heading, rng.uniform(0.3, 0.6), 0.7))
         widths.append(rng.uniform(0.014, 0.025))
     return lines, widths
@@ -97,7 +105,7 @@ def disc(rng: np.random.Generator, image: Array, view: Eye, cup: float) -> Array
 
 def around(rng: np.random.Generator, centre: tuple[float, float], count: int, spread: float) -> Points:
     """`count` points `(N, 2)`, normal around `centre`."""
-    return rng.normal(0, spread, (count, 2)) + np.asarray(centre)
+    return rng.normal(centre, spread, (count, 2))
 
 
 def healthy(rng: np.random.Generator, image: Array, view: Eye, strength: float) -> Array:
@@ -112,7 +120,9 @@ def healthy(rng: np.random.Generator, image: Array, view: Eye, strength: float) 
 def drusen(rng: np.random.Generator, image: Array, view: Eye, strength: float) -> Array:
     """Soft round yellow spots around the macula."""
     count = int(rng.integers(25, 60))
-    mask = canvas.spots(image.shape[-1], around(rng, view.macula, count, 0.19), rng.uniform(0.018, 0.05, count))
+    mask = canvas.spots(
+        image.shape[-1], around(rng, view.macula, count, 0.19), rng.uniform(0.018, 0.05, count)
+    )
     return canvas.blend(image, (0.96, 0.78, 0.42), strength * 0.8 * canvas.soft(mask, 0.015))
 
 
@@ -131,7 +141,7 @@ def exudates(rng: np.random.Generator, image: Array, view: Eye, strength: float)
     for centre in rng.uniform(-0.55, 0.55, (int(rng.integers(2, 5)), 2)):
         count = int(rng.integers(10, 26))
         angle = rng.uniform(0, 2 * np.pi) + rng.uniform(0, 4.5, count)
-        ring = rng.uniform(0.1, 0.22) * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+        ring = rng.uniform(0.1, 0.22) * canvas.unit(angle)
         places.append(centre + ring + rng.normal(0, 0.025, (count, 2)))
     points = np.concatenate(places)
     mask = canvas.spots(image.shape[-1], points, rng.uniform(0.008, 0.028, len(points)))
@@ -159,19 +169,25 @@ def laser_scars(rng: np.random.Generator, image: Array, view: Eye, strength: flo
     """A regular raster of round pale burns with dark pigment, in the periphery."""
     gap = rng.uniform(0.15, 0.2)
     rows = np.arange(-1, 1, gap)
-    grid = np.stack(np.meshgrid(rows, rows), axis=-1).reshape(-1, 2) + rng.normal(0, 0.022, (len(rows) ** 2, 2))
+    grid = np.stack(np.meshgrid(rows, rows), axis=-1).reshape(-1, 2) + rng.normal(
+        0, 0.022, (len(rows) ** 2, 2)
+    )
     distance = np.hypot(*(grid - np.asarray(view.macula)).T)
     away = grid[(distance > rng.uniform(0.5, 0.65)) & (np.hypot(*(grid - np.asarray(view.disc)).T) > 0.3)]
     radii = rng.uniform(0.035, 0.055, len(away))
-    burn = canvas.blend(image, (0.90, 0.76, 0.55), strength * 0.75 * canvas.spots(image.shape[-1], away, radii))
-    return canvas.blend(burn, (0.25, 0.12, 0.08), strength * 0.7 * canvas.spots(image.shape[-1], away, radii * 0.4))
+    burn = canvas.blend(
+        image, (0.90, 0.76, 0.55), strength * 0.75 * canvas.spots(image.shape[-1], away, radii)
+    )
+    return canvas.blend(
+        burn, (0.25, 0.12, 0.08), strength * 0.7 * canvas.spots(image.shape[-1], away, radii * 0.4)
+    )
 
 
 def cotton_wool(rng: np.random.Generator, image: Array, view: Eye, strength: float) -> Array:
     """A few large fluffy white patches along the arcades."""
     count = int(rng.integers(3, 8))
     angle = rng.uniform(0, 2 * np.pi, count)
-    places = 0.5 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + rng.normal(0, 0.08, (count, 2))
+    places = 0.5 * canvas.unit(angle) + rng.normal(0, 0.08, (count, 2))
     radii = rng.uniform(0.06, 0.11, (count, 2))
     mask = canvas.soft(canvas.blobs(image.shape[-1], places, radii, rng.uniform(0, np.pi, count), 1.0), 0.04)
     return canvas.blend(image, (0.96, 0.90, 0.76), strength * 0.9 * mask)
@@ -193,11 +209,13 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A fundus picture `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     view = eye(rng, size)
     image = disc(rng, ground(rng, size, view), view, rng.uniform(0.3, 0.5))
-    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
+    for structure, amount in sorted(
+        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
+    ):
         if amount > 0:
             image = structure(rng, image, view, float(amount))
     image = vessels(rng, image, view)
     return image * view.field
 
 
-FUNDUS = Family("fundus", tuple(STRUCTURES), paint)
+FUNDUS = Family("fundus", tuple(STRUCTURES), paint, blank=True)

@@ -83,12 +83,13 @@ def shown_structure(site: Site, label: int, clarity: float) -> int:
     return label if twin is None or clarity >= site.exchange[label // 2] else twin
 
 
-def picture(site: Site, label: int, options: PhantomOptions, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def picture(
+    site: Site, label: int, options: PhantomOptions, size: int, rng: np.random.Generator
+) -> NDArray[np.uint8]:
     """One scan `(size, size, 3)`, or `(size, size, 1)` of a grey family, all of whose draws come from `rng`."""
     clarity = rng.random()
     structure = shown_structure(site, label, clarity)
-    width = len(site.family.classes)
-    strength = strengths(rng, structure, options.classes, width, options.difficulty, clarity)
+    strength = strengths(rng, site.family, structure, options.classes, options.difficulty, clarity)
     scene = site.family.paint(rng, size, strength)
     return expose(rng, scene, picture_traits(rng, site.traits, options.feature_skew), site.family.grey)
 
@@ -101,7 +102,9 @@ def in_channels(scan: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
     return np.broadcast_to(scan, (*scan.shape[:2], channels))
 
 
-def split(site: Site, name: SplitName, options: PhantomOptions, size: int, seed: int, channels: int) -> Samples:
+def split(
+    site: Site, name: SplitName, options: PhantomOptions, size: int, seed: int, channels: int
+) -> Samples:
     """One split of a site. Picture i has its own stream, so it stays the same however many others there are."""
     count = site.sizes[name]
     labels = label_sequence(site.shares, count)

@@ -7,21 +7,14 @@ from wardround.data.phantoms.skew import exchange_levels
 
 
 def notes(options: PhantomOptions) -> tuple[str, ...]:
-    """One sentence for each dial that is not at 0, and one for a mixture of families."""
-    dials = {
-        options.feature_skew: "each site has its own scanner (colour, tone, sharpness, resolution, noise, vignette)",
-    }
-    parts = [f"Feature skew {dial:g}: {text}." for dial, text in dials.items() if dial > 0]
-    if options.label_skew > 0:
-        parts.append(
-            f"Label skew {options.label_skew:g}: each site has its own class proportions, in its test images too."
-        )
-    if options.quantity_skew > 0:
-        parts.append(
-            f"Quantity skew {options.quantity_skew:g}: sites differ in train and val size; all have"
-            f" {options.test_per_client} test images."
-        )
-    return (*parts, *exchanges(options), *mixed(options))
+    """Sentences for each dial that is not at 0, and one for a mixture of families."""
+    dials = (
+        ("Feature", options.feature_skew, "each site has its own scanner, through which all its images pass"),
+        ("Label", options.label_skew, "each site has its own class proportions, in its test images too"),
+        ("Quantity", options.quantity_skew, "sites differ in train and val size, not in test size"),
+    )
+    plain = (f"{name} skew {dial:g}: {meaning}." for name, dial, meaning in dials if dial > 0)
+    return (*plain, *exchanges(options), *mixed(options))
 
 
 def exchanges(options: PhantomOptions) -> tuple[str, ...]:

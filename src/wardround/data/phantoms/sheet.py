@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from wardround.data.federation import ClientData, Federation, Samples
 
-MARGIN = 110
+MARGIN = 130
 HEADER = 18
 GAP = 4
 
@@ -29,7 +29,7 @@ def contact_sheet(federation: Federation, per_class: int = 4) -> Image.Image:
             corner = (MARGIN + column * group, HEADER + row * (side + GAP))
             paste(sheet, examples(client, row, per_class), corner)
     for row, name in enumerate(federation.classes):
-        pen.text((2, HEADER + row * (side + GAP) + side // 2), name[:18], fill="black")
+        pen.text((2, HEADER + row * (side + GAP) + side // 2), name.replace(": ", ":\n"), fill="black")
     return sheet
 
 

@@ -25,7 +25,7 @@ def site_sizes(per_site: int, sites: int, dial: float, seed: int) -> NDArray[np.
     ranks = numpy_stream(seed, "phantoms/quantity").permutation(sites) / max(sites - 1, 1)
     weights = np.exp(-dial * np.log(LARGEST_TO_SMALLEST) * ranks)
     exact = (total - least * sites) * weights / weights.sum()
-    sizes = np.floor(exact + 1e-9).astype(np.int64)
+    sizes: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
     left = total - least * sites - int(sizes.sum())
     sizes[np.argsort(sizes - exact, kind="stable")[:left]] += 1
     return sizes + least
@@ -43,8 +43,9 @@ def class_shares(site: int, classes: int, dial: float, seed: int) -> NDArray[np.
     order[1:] = rng.permutation(order[1:])
     ranks = np.empty(classes)
     ranks[order] = np.arange(classes) + rng.uniform(-0.2, 0.2, classes)
-    shares = np.exp(-RANK_FALL * dial * ranks)
-    return (1 - FLOOR * dial) * shares / shares.sum() + FLOOR * dial / classes
+    shares: NDArray[np.float64] = np.exp(-RANK_FALL * dial * ranks)
+    shares /= shares.sum()
+    return (1 - FLOOR * dial) * shares + FLOOR * dial / classes
 
 
 def label_sequence(shares: NDArray[np.float64], count: int) -> NDArray[np.int64]:

@@ -53,7 +53,9 @@ def chest(rng: np.random.Generator, size: int) -> Chest:
     """A patient of random build; the left of the picture has the higher diaphragm (over the liver)."""
     width, top, right = rng.uniform(0.41, 0.48), rng.uniform(-0.86, -0.72), rng.uniform(0.42, 0.62)
     bases = (right, right + rng.uniform(0.03, 0.1))
-    first, second = (lung_field(size, side, width, top, base) for side, base in zip((-1, 1), bases, strict=True))
+    first, second = (
+        lung_field(size, side, width, top, base) for side, base in zip((-1, 1), bases, strict=True)
+    )
     return Chest(width, top, bases, (first, second))
 
 
@@ -67,7 +69,10 @@ def ribs(rng: np.random.Generator, size: int) -> Array:
         lines += [np.stack([side * (0.06 + 0.85 * t), level - bow + fall * t**2], axis=1) for side in (-1, 1)]
         widths += [rng.uniform(0.05, 0.065)] * 2
     collar = rng.uniform(-0.85, -0.75)
-    lines += [np.stack([side * (0.1 + 0.8 * t), collar - 0.14 * t + 0.06 * np.sin(6 * t)], axis=1) for side in (-1, 1)]
+    lines += [
+        np.stack([side * (0.1 + 0.8 * t), collar - 0.14 * t + 0.06 * np.sin(6 * t)], axis=1)
+        for side in (-1, 1)
+    ]
     return canvas.soft(canvas.strokes(size, lines, [*widths, 0.07, 0.07]), 0.012)
 
 
@@ -77,9 +82,16 @@ def markings(rng: np.random.Generator, size: int, build: Chest) -> Array:
     for side in (-1, 1):
         for heading in rng.uniform(-1.3, 1.3, 9):
             angle = heading if side > 0 else np.pi - heading
-            lines.append(canvas.curve(rng, (side * 0.16, rng.uniform(-0.15, 0.1)), angle, rng.uniform(0.3, 0.6), 0.6))
+            lines.append(
+                canvas.curve(rng, (side * 0.16, rng.uniform(-0.15, 0.1)), angle, rng.uniform(0.3, 0.6), 0.6)
+            )
             widths.append(rng.uniform(0.012, 0.035))
     return canvas.soft(canvas.strokes(size, lines, widths), 0.015) * build.lung
+
+
+def towards(density: Array, value: float, mask: Array) -> Array:
+    """`density` moved towards `value` by `mask` `(S, S)`."""
+    return density + (value - density) * mask
 
 
 def heart(size: int, build: Chest, width: float) -> Array:
@@ -100,7 +112,7 @@ def film(rng: np.random.Generator, size: int, build: Chest) -> Array:
     density += 0.07 * ribs(rng, size) * body + 0.10 * markings(rng, size, build)
     spine = canvas.smoothstep(np.abs(x), 0.16, 0.06) * (0.85 + 0.15 * np.cos(y * rng.uniform(30, 36)))
     density += 0.09 * spine * body
-    return density + (0.58 - density) * 0.8 * heart(size, build, rng.uniform(0.29, 0.34))
+    return towards(density, 0.58, 0.8 * heart(size, build, rng.uniform(0.29, 0.34)))
 
 
 def clear(rng: np.random.Generator, density: Array, build: Chest, strength: float) -> Array:
@@ -113,9 +125,10 @@ def opacity(rng: np.random.Generator, density: Array, build: Chest, strength: fl
     size = len(density)
     for _ in range(int(rng.integers(1, 3))):
         lung, x, y = build.place(rng)
-        radii = rng.uniform(0.2, 0.32, 2)
-        cloud = canvas.ellipse(size, (x, y), radii, edge=1.3) * (0.85 + 0.3 * canvas.clouds(rng, size, 8, octaves=2))
-        density = density + (0.6 - density) * 0.75 * strength * np.clip(cloud, 0, 1) * build.lungs[lung]
+        shape = canvas.ellipse(size, (x, y), rng.uniform(0.2, 0.32, 2), edge=1.3)
+        fluff = 0.85 + 0.3 * canvas.clouds(rng, size, 8, octaves=2)
+        cloud: Array = np.clip(shape * fluff, 0, 1)
+        density = towards(density, 0.6, 0.75 * strength * cloud * build.lungs[lung])
     return density
 
 
@@ -125,10 +138,12 @@ def effusion(rng: np.random.Generator, density: Array, build: Chest, strength: f
     sides = (0, 1) if rng.random() < 0.2 else (int(rng.integers(2)),)
     for side in sides:
         outward = (2 * side - 1) * x
-        level = build.bases[side] - rng.uniform(0.1, 0.4) * (0.5 + 0.5 * strength) - 1.4 * (outward - 0.35) ** 2
+        level = (
+            build.bases[side] - rng.uniform(0.1, 0.4) * (0.5 + 0.5 * strength) - 1.4 * (outward - 0.35) ** 2
+        )
         pool = canvas.smoothstep(y - level, -0.08, 0.12) * canvas.smoothstep(outward, 0.02, 0.12)
         inside = canvas.smoothstep(outward, 0.9, 0.76) * canvas.smoothstep(y - build.bases[side], 0.5, 0.2)
-        density = density + (0.62 - density) * 0.95 * strength * pool * inside
+        density = towards(density, 0.62, 0.95 * strength * pool * inside)
     return density
 
 
@@ -139,7 +154,7 @@ def nodule(rng: np.random.Generator, density: Array, build: Chest, strength: flo
         _, x, y = build.place(rng)
         radius = rng.uniform(0.065, 0.12)
         ball = canvas.ellipse(size, (x, y), (radius, radius * rng.uniform(0.85, 1.15)), edge=0.6)
-        density = density + (0.58 - density) * 0.8 * strength * ball
+        density = towards(density, 0.58, 0.8 * strength * ball)
     return density
 
 
@@ -154,20 +169,24 @@ def pneumothorax(rng: np.random.Generator, density: Array, build: Chest, strengt
     collapsed = canvas.ellipse(size, centre, radii, edge=0.03)
     line = canvas.ellipse(size, centre, (radii[0] + 0.012, radii[1] + 0.012), edge=0.03) - collapsed
     air = build.lungs[lung] * (1 - collapsed)
-    density = density + (0.06 - density) * 0.85 * strength * air + 0.1 * strength * collapsed * build.lungs[lung]
-    return density + 0.25 * strength * np.clip(line, 0, 1) * build.lungs[lung]
+    density = towards(density, 0.06, 0.85 * strength * air)
+    edge: Array = np.clip(line, 0, 1)
+    return density + strength * build.lungs[lung] * (0.1 * collapsed + 0.25 * edge)
 
 
 def cardiomegaly(rng: np.random.Generator, density: Array, build: Chest, strength: float) -> Array:
     """A heart broader than half the chest."""
     shadow = heart(len(density), build, rng.uniform(0.48, 0.58))
-    return density + (0.62 - density) * 0.85 * strength * shadow
+    return towards(density, 0.62, 0.85 * strength * shadow)
 
 
 def interstitial(rng: np.random.Generator, density: Array, build: Chest, strength: float) -> Array:
     """A fine white mesh over both lungs, denser towards the bases."""
     size = len(density)
-    lines = [canvas.curve(rng, p, rng.uniform(0, 2 * np.pi), 0.24, 2.5, 5) for p in rng.uniform(-0.9, 0.8, (100, 2))]
+    lines = [
+        canvas.curve(rng, p, rng.uniform(0, 2 * np.pi), 0.24, 2.5, 5)
+        for p in rng.uniform(-0.9, 0.8, (100, 2))
+    ]
     mesh = canvas.strokes(size, lines, [0.012] * len(lines))
     _, y = canvas.plane(size)
     return density + 0.18 * strength * mesh * build.lung * (0.75 + 0.4 * y)
@@ -180,7 +199,7 @@ def cavity(rng: np.random.Generator, density: Array, build: Chest, strength: flo
     radius, wall = rng.uniform(0.13, 0.2), rng.uniform(0.6, 0.75)
     outer = canvas.ellipse(size, centre, (radius, radius), edge=0.2)
     inner = canvas.ellipse(size, centre, (radius * wall, radius * wall), edge=0.2)
-    return density + (0.6 - density) * 0.8 * strength * (outer - inner) - 0.06 * strength * inner
+    return towards(density, 0.6, 0.8 * strength * (outer - inner)) - 0.06 * strength * inner
 
 
 STRUCTURES = {
@@ -199,11 +218,13 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A chest film `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     build = chest(rng, size)
     density = film(rng, size, build)
-    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
+    for structure, amount in sorted(
+        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
+    ):
         if amount > 0:
             density = structure(rng, density, build, float(amount))
     bright = np.clip(density * np.float32(1.25), 0, 1).astype(np.float32)
     return np.repeat(bright[None], 3, axis=0)
 
 
-XRAY = Family("xray", tuple(STRUCTURES), paint, grey=True)
+XRAY = Family("xray", tuple(STRUCTURES), paint, grey=True, blank=True)

@@ -1,0 +1,40 @@
+"""Every benchmark, one after the other: `python benchmarks/run.py --all`, or name those you want.
+
+    python benchmarks/run.py [--all] [rounds] [memory] [steps] [--quick] [--out DIR]
+
+Prints tables and writes JSON. Each part can be run alone, with more choices: see rounds.py and steps.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import rounds
+import steps
+import tables
+
+PARTS = ("rounds", "memory", "steps")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, to see that everything works")
+    parser.add_argument("--out", type=Path, default=tables.DEFAULT_FOLDER)
+    args = parser.parse_args()
+    chosen = PARTS if args.all else args.parts
+    if not chosen or not set(chosen) <= set(PARTS):
+        parser.error(f"name one of {', '.join(PARTS)}, or give --all")
+    if {"rounds", "memory"} & set(chosen):
+        only = list(rounds.WORKLOADS) if "rounds" in chosen else []
+        rounds.run(args.out, 3 if args.quick else 12, [1, 2], only, "memory" in chosen)
+    if "steps" in chosen:
+        few = {"repetitions": 1, "batches": 1, "arithmetic": False} if args.quick else {}
+        steps.run(args.out, steps.Plan(list(steps.SHAPES), **few))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What a client may say beside tensors: an allow-list.
+
+Scalars end up in logs, tables and the choice of the best round, so that a wrong one could stop the server and a
+stray one could leak. A reply that says anything else, or says it in another form, is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wardround.federation.messages import BadMessage, Message, shorten
+
+MAX_COUNT = 10**9
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float | None, Field(ge=0, le=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Scores(_Strict):
+    """Metrics on one split; the shares are None where they are undefined."""
+
+    n: Count
+    accuracy: Share
+    balanced_accuracy: Share
+    macro_f1: Share
+    auroc: Share
+    ece: Share
+    support: list[Count]
+    confusion: list[list[Count]]
+
+    @model_validator(mode="after")
+    def _square(self) -> Scores:
+        classes = len(self.support)
+        if [len(row) for row in self.confusion] != [classes] * classes:
+            raise ValueError("confusion and support disagree on the number of classes")
+        return self
+
+
+class Evaluation(_Strict):
+    """One model on a client's own images."""
+
+    val: Scores
+    test: Scores
+    seconds: Seconds
+
+
+class Report(_Strict):
+    """The scalars of a reply.
+
+    Attributes:
+        examples: training images that the reply stands for; the weight in averages.
+        loss: mean training loss of the round.
+        seconds: of training.
+        log: the method's own numbers.
+        personal: the client's model after training, when asked for.
+        received: the server's model with the client's local parts, when asked for.
+    """
+
+    examples: Count
+    loss: float | None = None
+    seconds: Seconds = 0.0
+    log: dict[str, float | None] = {}
+    personal: Evaluation | None = None
+    received: Evaluation | None = None
+
+
+def checked(message: Message) -> Message:
+    """The reply with every scalar of a `Report`, defaults included.
+
+    Raises:
+        BadMessage: names the first scalar that is missing, unknown or not what it should be, but not its value.
+    """
+    try:
+        report = Report.model_validate(dict(message.scalars))
+    except ValidationError as error:
+        raise BadMessage(_first(error)) from None
+    return Message(message.tensors, report.model_dump())
+
+
+def _first(error: ValidationError) -> str:
+    problem: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"scalar '{shorten(where)}': {problem['msg'].lower()}"
