@@ -182,13 +182,13 @@ def test_an_empty_split_has_empty_logits() -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_the_frozen_blocks_compute_alike_in_training_and_evaluation(cache: bool) -> None:
-    """`precision` is of the trained blocks: the frozen ones stay in float32 wherever they run."""
+    """`precision` is of the trained blocks, wherever they run: the frozen ones stay in float32."""
     trial = Trial(FedAvg(), BN, ["large"], precision="bfloat16", cache=cache)
-    seen: list[bool] = []
-    trial.model.frozen.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    seen: dict[str, set[bool]] = {"frozen": set(), "tuned": set()}
+    for part, module in (("frozen", trial.model.frozen), ("tuned", trial.model.tuned[1])):
+        module.register_forward_hook(lambda *_, part=part: seen[part].add(torch.is_autocast_enabled("cpu")))
     trial.run(1)
-    assert seen
-    assert not any(seen)
+    assert seen == {"frozen": {False}, "tuned": {True}}
 
 
 # ---- checkpoints

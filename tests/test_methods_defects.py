@@ -24,7 +24,7 @@ from wardround.federation.rounds import RoundOptions
 from wardround.federation.rules import BATCH_NORMS, Owner, Rules, modules_of_type
 from wardround.federation.server import Reply, Server
 from wardround.methods.base import FedAvg, ServerSide
-from wardround.methods.check import NETWORKS
+from wardround.methods.check import NETWORKS, PASSED, check_method
 from wardround.methods.registry import METHODS
 from wardround.methods.trial import Network, Trial, tiny_federation
 from wardround.models.classifier import Classifier
@@ -159,6 +159,10 @@ def test_fedprox_squares_the_distance() -> None:
     for name, start in one_step[0].items():
         moved = one_step[1][name] - start
         torch.testing.assert_close(prox[name] - plain[name], -0.02 * 3.0 * moved, rtol=1e-3, atol=2e-7)
+
+
+def test_fedprox_conforms() -> None:
+    assert set(check_method(FedProx(), "gn-cnn").values()) == {PASSED}
 
 
 def test_a_method_sets_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ The hooks, by the question that each answers:
 | `phases`           | which exchanges has a round?                                    | server |
 | `state_for`, `targets` | what does the server send?                                  | server |
 | `weight`, `digest`, `absorb` | how are replies averaged, and what follows?           | server |
+
+What every method must keep to, whatever its hooks do, is in `wardround.methods.check`, which tries it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,13 @@ It works from a method's hooks alone, so that a method of your own is checked li
     class FedProx(FedAvg):
         mu: float = 0.01
 
-        def loss(self, step): ...
+        def train(self, client, phase):
+            client.scratch["received"] = [(p, p.detach().clone()) for p in self.parameters(client)]
+            return super().train(client, phase)
+
+        def loss(self, step):
+            distance = sum((p - start).square().sum() for p, start in step.client.scratch["received"])
+            return super().loss(step) + self.mu / 2 * distance
 
     @pytest.mark.parametrize("network", NETWORKS)
     def test_fedprox(network):
