@@ -52,9 +52,7 @@ def test_same_seed_same_bytes_and_another_seed_other_images(family):
 
 def test_no_two_images_of_a_federation_are_equal():
     federation = make()
-    blobs = [
-        image.tobytes() for c in federation.clients for s in (c.train, c.val, c.test) for image in s.images
-    ]
+    blobs = [image.tobytes() for c in federation.clients for s in (c.train, c.val, c.test) for image in s.images]
     assert len(set(blobs)) == len(blobs) == 4 * (8 + 2 + 4)
 
 
@@ -74,9 +72,7 @@ def test_first_images_stay_when_more_images_or_clients_are_asked_for(family):
 def test_any_size_and_channel_count(family, size):
     keys = {"family": family, "clients": 1, "classes": 8, "train_per_client": 8, "val_per_client": 0}
     for channels in (1, 3):
-        images = (
-            make(size, channels=channels, test_per_client=0, feature_skew=1, **keys).clients[0].train.images
-        )
+        images = make(size, channels=channels, test_per_client=0, feature_skew=1, **keys).clients[0].train.images
         assert images.shape == (8, size, size, channels)
         assert images.dtype == np.uint8
         assert images.std(axis=(1, 2, 3)).min() > 8
@@ -342,9 +338,7 @@ def test_bad_sizes_are_named(size, channels, word):
         make(size, channels=channels)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"classes": 9}, {"feature_skew": 1.1}, {"family": "mri"}, {"clients": 0}, {"x": 1}]
-)
+@pytest.mark.parametrize("bad", [{"classes": 9}, {"feature_skew": 1.1}, {"family": "mri"}, {"clients": 0}, {"x": 1}])
 def test_bad_options_are_refused(bad):
     with pytest.raises(ValidationError):
         PhantomOptions(**bad)

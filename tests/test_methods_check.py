@@ -344,6 +344,7 @@ WRONG: list[tuple[type[Method], str, str, str]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize(("kind", "network", "check", "problem"), WRONG)
 def test_wrong_methods_are_caught(kind: type[Method], network: str, check: str, problem: str) -> None:
     with pytest.raises(AssertionError, match=problem):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wardround.training.arithmetic import arithmetic, layout
+from wardround.models.classifier import build_classifier
+from wardround.models.options import ModelOptions
+from wardround.training.arithmetic import arithmetic, compile_if_asked, layout
 from wardround.training.convolutions import DepthwiseConvolution, FastConvolutions, has_large_depthwise, weight_gradient
 from wardround.training.options import TrainingOptions
 
@@ -137,3 +141,24 @@ def test_options_choose_the_context(keys: dict[str, str], kind: str) -> None:
 def test_options_choose_the_layout() -> None:
     assert layout(TrainingOptions(memory_format="channels_last")) == torch.channels_last
     assert layout(TrainingOptions(memory_format="contiguous")) == torch.contiguous_format
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_train_like_plain_ones() -> None:
+    """Three steps with `compile = "on"` give the weights of the plain steps, and state names do not change."""
+    states = []
+    for compiled in ("off", "on"):
+        options = ModelOptions(backbone="wardround:cnn-bn", pretrained=False, finetune_blocks=1)
+        model = build_classifier(options, 3, 3, 32, seed=0)
+        names = list(model.state_dict())
+        compile_if_asked(model, TrainingOptions(compile=compiled))
+        inputs = model.prefix(torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), torch.tensor([0, 1, 2, 0, 1, 2])).backward()
+            optimizer.step()
+        assert list(model.state_dict()) == names
+        states.append(model.state_dict())
+    plain, fast = states
+    assert all(torch.allclose(plain[name].float(), fast[name].float(), atol=1e-5) for name in plain)

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from wardround.training.batches import shuffled_batches
-from wardround.training.losses import balanced_softmax, class_weights, cross_entropy, focal_loss, task_loss
+from wardround.training.losses import (
+    balanced_softmax,
+    class_weights,
+    cross_entropy,
+    focal_loss,
+    task_loss,
+    weight_cautions,
+)
 from wardround.training.options import TrainingOptions
 
 
@@ -172,3 +179,13 @@ def test_options_reach_the_loss() -> None:
     options = TrainingOptions(loss="focal", focal_gamma=3.0, class_weights="raw", class_weight_clip=5.0)
     expected = focal_loss(logits, labels, torch.tensor([10 / 6, 10 / 3, 5]), 3.0)
     torch.testing.assert_close(task_loss(options, counts)(logits, labels), expected, check_dtype=False)
+
+
+def test_large_class_weights_are_warned_of_by_client_class_and_count() -> None:
+    """Two images of 900 weigh 900 / (2 * 2) = 225 each; a clip or no weights leave nothing to warn of."""
+    counts = {"even": torch.tensor([50, 50]), "skewed": torch.tensor([898, 2])}
+    (warning,) = weight_cautions(counts, ("nevus", "melanoma"), TrainingOptions(class_weights="balanced"))
+    assert "skewed: 225 (melanoma, 2 of 900 images)" in warning
+    assert "even" not in warning
+    assert not weight_cautions(counts, ("a", "b"), TrainingOptions(class_weights="balanced", class_weight_clip=10))
+    assert not weight_cautions(counts, ("a", "b"), TrainingOptions(class_weights="none"))

@@ -27,6 +27,7 @@ from wardround.federation.store import ClientStore
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier
 from wardround.models.logit_corrector import LogitCorrector
+from wardround.training.arithmetic import compile_if_asked
 from wardround.training.cache import PrefixCache
 from wardround.training.client import Client
 from wardround.training.inputs import Inputs
@@ -68,6 +69,7 @@ class Answerer:
         self.method, self.model, self.federation, self.options = method, model, federation, options
         self.cache, self.store, self.codec, self.seed, self.folder = cache, store, codec, seed, folder
         self.side = ServerSide(method, model, image_size)
+        compile_if_asked(model, options)
         self._entries = model.state_dict()  # views into the model: loading is copying into them
         self._initial = self._copy(Owner.LOCAL)
         self._inputs: dict[tuple[str, SplitName], Inputs] = {}

@@ -37,6 +37,7 @@ from wardround.report.images import save_samples
 from wardround.training.allocation import keep_memory
 from wardround.training.arithmetic import layout
 from wardround.training.cache import PrefixCache
+from wardround.training.losses import weight_cautions
 from wardround.training.selftest import choose_arithmetic
 
 MIB = 2**20
@@ -295,8 +296,15 @@ def _results(setup: Setup, recorder: Recorder, label: str, complaints: Iterable[
             "statistic_elements": setup.side.statistic_elements,
         },
         "seconds": {"train": recorder.train_seconds, "evaluate": recorder.evaluate_seconds},
-        "warnings": [*setup.method.cautions(examples), *complaints, *recorder.refusals],
+        "warnings": [*_cautions(setup, examples), *complaints, *recorder.refusals],
     }
+
+
+def _cautions(setup: Setup, examples: dict[str, int]) -> list[str]:
+    """What the choice of method and loss means on these data."""
+    data = setup.federation
+    counts = {name: torch.from_numpy(row) for name, row in zip(data.names, data.counts(), strict=True)}
+    return setup.method.cautions(examples) + weight_cautions(counts, data.classes, setup.experiment.training)
 
 
 def _scores(models: Any, examples: dict[str, int]) -> dict[str, Any]:

@@ -63,11 +63,12 @@ class TrainedModel:
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
         client = self._client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
+        parts = []
         with torch.inference_mode():
-            parts = [
-                self.method.predict(client, client.inputs.batch(rows, None)).float().cpu()
-                for rows in torch.split(torch.arange(len(data)), BATCH)
-            ]
+            for rows in torch.split(torch.arange(len(data)), BATCH):
+                batch = client.inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
+                with client.arithmetic():
+                    parts.append(self.method.predict(client, batch).float().cpu())
         return torch.cat(parts).numpy()
 
     def _client(self, data: Samples, device: torch.device) -> Client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from wardround.training.convolutions import FastConvolutions
 from wardround.training.options import TrainingOptions
@@ -21,3 +22,13 @@ def arithmetic(options: TrainingOptions, device: torch.device) -> AbstractContex
 def layout(options: TrainingOptions) -> torch.memory_format:
     """The memory format of weights and feature maps."""
     return torch.channels_last if options.memory_format == "channels_last" else torch.contiguous_format
+
+
+def compile_if_asked(model: nn.Module, options: TrainingOptions) -> None:
+    """Compile `model` in place where `options.compile` is `on`; names of its state stay what they are."""
+    if options.compile == "on":
+        import torch._functorch.config
+
+        # Methods may go through a graph twice, to compare the gradients of two losses.
+        torch._functorch.config.donated_buffer = False
+        model.compile()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from wardround.training.options import ClassWeights, TrainingOptions
 
+HEAVY = 25.0  # a class weight above this is worth a warning
 TaskLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -31,6 +32,28 @@ def class_weights(counts: Tensor, kind: ClassWeights, clip: float | None = None)
     elif kind == "mean1":
         raw = raw * present.sum() / raw.sum().clamp(min=1e-12)
     return raw if clip is None else raw.clamp(max=clip)
+
+
+def weight_cautions(counts: Mapping[str, Tensor], classes: Sequence[str], options: TrainingOptions) -> list[str]:
+    """What to warn of when a client's class weights are so large that single images steer its training.
+
+    Args:
+        counts: by client, training images per class `(C,)`.
+        classes: names of the classes.
+        options: the `[training]` section.
+    """
+    found = []
+    for client, images in counts.items():
+        weights = class_weights(images, options.class_weights, options.class_weight_clip)
+        heaviest = int(weights.argmax())
+        if float(weights[heaviest]) > HEAVY:
+            found.append(
+                f"{client}: {float(weights[heaviest]):.0f} ({classes[heaviest]}, {int(images[heaviest])} of "
+                f"{int(images.sum())} images)"
+            )
+    if not found:
+        return []
+    return [f"Large class weights: {'; '.join(found)}. Single images weigh heavily; class_weight_clip bounds them."]
 
 
 def focal_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:

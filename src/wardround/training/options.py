@@ -53,5 +53,9 @@ class TrainingOptions(Options):
     depthwise: Literal["auto", "library", "shifts"] = Field(
         "auto", description="how weight gradients of large depthwise kernels are computed; same precision either way"
     )
-    compile: bool = Field(False, description="torch.compile the trained blocks: pays off in long runs on some machines")
+    compile: Literal["auto", "off", "on"] = Field(
+        "off",
+        description="torch.compile the trained blocks; off by default, since compiling takes up to a minute a worker "
+        "and won nothing on the processors we measured; auto: what the self-test finds faster",
+    )
     device: str = Field("auto", description="auto (a GPU when there is one), cpu, cuda, cuda:1, mps")

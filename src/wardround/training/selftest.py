@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wardround.federation.files import write_atomically
 from wardround.models.classifier import Classifier
-from wardround.training.arithmetic import arithmetic, layout
+from wardround.training.arithmetic import arithmetic, compile_if_asked, layout
 from wardround.training.convolutions import has_large_depthwise
 from wardround.training.local import single_image_statistics
 from wardround.training.options import TrainingOptions
@@ -32,6 +32,7 @@ CHOICES = {
     "memory_format": ("contiguous", "channels_last"),
     "depthwise": ("library", "shifts"),
     "precision": ("float32", "pointwise-bfloat16", "bfloat16"),
+    "compile": ("off", "on"),
 }
 
 
@@ -94,6 +95,7 @@ def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int,
     inputs = trial.prefix(trial.prepare(images.to(device)))
     if inputs.dim() == 4:
         inputs = inputs.contiguous(memory_format=layout(options))
+    compile_if_asked(trial, options)
     optimizer = torch.optim.SGD([p for p in trial.parameters() if p.requires_grad], options.lr)
     trial.train()
     clock = time.thread_time if device.type == "cpu" and options.threads == 1 else time.perf_counter

@@ -58,9 +58,7 @@ CELLS = {
     "lymphocyte": Cell(0.38, 0.84, 1, 0.0, 0.05, 1.0, 0.66, 0.76, 0.92, 0, 0.030, 0.6, 0.4, 0.6, 0),
     "monocyte": Cell(0.60, 0.66, 1, 0.0, 0.6, 0.65, 0.70, 0.72, 0.83, 40, 0.020, 0.62, 0.52, 0.70, 0),
     "basophil": Cell(0.47, 0.50, 2, 0.25, 0.0, 0.6, 0.80, 0.70, 0.84, 75, 0.085, 0.22, 0.10, 0.42, 1),
-    "immature granulocyte": Cell(
-        0.64, 0.72, 1, 0.0, 0.25, 0.7, 0.76, 0.72, 0.90, 90, 0.040, 0.58, 0.25, 0.55, 0.4
-    ),
+    "immature granulocyte": Cell(0.64, 0.72, 1, 0.0, 0.25, 0.7, 0.76, 0.72, 0.90, 90, 0.040, 0.58, 0.25, 0.55, 0.4),
     "erythroblast": Cell(0.36, 0.56, 1, 0.0, 0.0, 1.15, 0.72, 0.64, 0.74, 0, 0.030, 0.6, 0.4, 0.6, 0),
     "platelets": Cell(0.17, 0.05, 1, 0.0, 0.0, 0.5, 0.72, 0.62, 0.80, 14, 0.160, 0.50, 0.32, 0.62, 1),
 }
@@ -107,9 +105,7 @@ def nucleus(rng: np.random.Generator, size: int, centre: Points, cell: Cell) -> 
     angles = turn + np.arange(lobes) * step + rng.normal(0, 0.12, lobes)
     places = canvas.unit(angles) * reach + centre
     radius = cell.radius * cell.nucleus
-    mask = canvas.polygons(
-        size, np.stack([body(rng, p, radius * rng.uniform(0.9, 1.1), 0.12) for p in places])
-    )
+    mask = canvas.polygons(size, np.stack([body(rng, p, radius * rng.uniform(0.9, 1.1), 0.12) for p in places]))
     if lobes > 1:
         mask = np.maximum(mask, canvas.strokes(size, [places], [radius * 0.5]))
     bite = centre + radius * (1.35 - 0.5 * cell.dent) * np.array([np.cos(turn), np.sin(turn)])

@@ -172,9 +172,7 @@ def curve(
     return path
 
 
-def scatter(
-    rng: np.random.Generator, gap: float, keep: float = 1.0, reach: float = 1.1
-) -> NDArray[np.float64]:
+def scatter(rng: np.random.Generator, gap: float, keep: float = 1.0, reach: float = 1.1) -> NDArray[np.float64]:
     """Points `(N, 2)` about `gap` apart over the square of half-side `reach`: a jittered triangular lattice.
 
     `keep` is the share of its points that stay, drawn at random.

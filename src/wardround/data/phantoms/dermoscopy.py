@@ -95,9 +95,7 @@ def network(rng: np.random.Generator, image: Array, spot: Lesion, strength: floa
     v = y + 0.035 * canvas.clouds(rng, size, 5)
     turn, pitch = rng.uniform(0, np.pi), rng.uniform(36, 50)
     directions = turn + np.arange(3) * (2 * np.pi / 3)
-    lattice = sum(
-        np.cos(np.float32(pitch) * (np.cos(d) * u + np.sin(d) * v)) for d in directions.astype(np.float32)
-    )
+    lattice = sum(np.cos(np.float32(pitch) * (np.cos(d) * u + np.sin(d) * v)) for d in directions.astype(np.float32))
     mesh = canvas.smoothstep(np.asarray(lattice, np.float32), 0.3, -0.9)
     patches = canvas.smoothstep(canvas.clouds(rng, size, 3), -1.0, 0.2)
     return canvas.blend(image, shaded(spot, 0.45), strength * 0.85 * mesh * spot.mask * patches)
@@ -108,9 +106,7 @@ def globules(rng: np.random.Generator, image: Array, spot: Lesion, strength: flo
     count = int(rng.integers(22, 50))
     places = inside(rng, spot, count, 0.95) + rng.normal(0, 0.12, 2)
     mask = canvas.spots(image.shape[-1], places, rng.uniform(0.03, 0.07, count), rng.uniform(0.6, 1, count))
-    return canvas.blend(
-        image, shaded(spot, 0.45), strength * 0.9 * canvas.soft(mask, 0.012) * (spot.depth > -0.1)
-    )
+    return canvas.blend(image, shaded(spot, 0.45), strength * 0.9 * canvas.soft(mask, 0.012) * (spot.depth > -0.1))
 
 
 def streaks(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
@@ -130,9 +126,7 @@ def veil(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) 
     size = image.shape[-1]
     x, y = canvas.plane(size)
     (px, py) = inside(rng, spot, 1, 0.45)[0]
-    field = np.hypot(x - px, y - py) / (spot.radius * rng.uniform(0.6, 0.85)) + 0.2 * canvas.clouds(
-        rng, size, 6
-    )
+    field = np.hypot(x - px, y - py) / (spot.radius * rng.uniform(0.6, 0.85)) + 0.2 * canvas.clouds(rng, size, 6)
     mask = canvas.smoothstep(field, 1.15, 0.5) * spot.mask
     blue = rng.uniform(0.62, 0.85) + 0.05 * canvas.clouds(rng, size, 6, octaves=2)
     haze = np.stack([0.76 * blue, 0.84 * blue, blue])
@@ -145,15 +139,11 @@ def vessels(rng: np.random.Generator, image: Array, spot: Lesion, strength: floa
     for start in inside(rng, spot, int(rng.integers(3, 7)), 0.6):
         heading = rng.uniform(0, 2 * np.pi)
         trunk = canvas.curve(rng, start, heading, rng.uniform(0.4, 0.7), 1.0)
-        branches = [
-            canvas.curve(rng, trunk[i], heading + t, 0.25, 1.0) for i, t in ((4, 0.8), (7, -0.8), (9, 0.6))
-        ]
+        branches = [canvas.curve(rng, trunk[i], heading + t, 0.25, 1.0) for i, t in ((4, 0.8), (7, -0.8), (9, 0.6))]
         lines += [trunk, *branches]
         widths += [0.035, 0.02, 0.02, 0.02]
     pink = canvas.blend(image, (0.84, 0.56, 0.52), strength * 0.5 * spot.mask)
-    return canvas.blend(
-        pink, (0.66, 0.10, 0.12), strength * 0.9 * canvas.strokes(image.shape[-1], lines, widths)
-    )
+    return canvas.blend(pink, (0.66, 0.10, 0.12), strength * 0.9 * canvas.strokes(image.shape[-1], lines, widths))
 
 
 def milia(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
@@ -181,9 +171,7 @@ def regression(rng: np.random.Generator, image: Array, spot: Lesion, strength: f
 def structureless(rng: np.random.Generator, image: Array, spot: Lesion, strength: float) -> Array:
     """Even tan without any pattern."""
     pale = rng.uniform(0.3, 0.6)
-    tan = [
-        (1 - pale) * own + pale * light for own, light in zip(spot.pigment, (0.80, 0.62, 0.45), strict=True)
-    ]
+    tan = [(1 - pale) * own + pale * light for own, light in zip(spot.pigment, (0.80, 0.62, 0.45), strict=True)]
     return canvas.blend(image, tan, strength * 0.9 * spot.mask)
 
 
@@ -203,9 +191,7 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A dermoscopic picture `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     spot = lesion(rng, size)
     image = pigmented(rng, skin(rng, size), spot)
-    for structure, amount in sorted(
-        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
-    ):
+    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
         if amount > 0:
             image = structure(rng, image, spot, CONTRAST * float(amount))
     return hairs(rng, image)

@@ -65,9 +65,7 @@ def arcade(rng: np.random.Generator, view: Eye, up: int) -> tuple[list[Points], 
     lines, widths = [trunk], [rng.uniform(0.035, 0.05)]
     for start in rng.integers(3, 15, 5):
         inward = rng.random() < 0.5
-        heading = (np.pi if view.side > 0 else 0.0) + (1 if inward else -1) * -up * view.side * rng.uniform(
-            0.5, 1.1
-        )
+        heading = (np.pi if view.side > 0 else 0.0) + (1 if inward else -1) * -up * view.side * rng.uniform(0.5, 1.1)
         lines.append(canvas.curve(rng, trunk[start], heading, rng.uniform(0.3, 0.6), 0.7))
         widths.append(rng.uniform(0.014, 0.025))
     return lines, widths
@@ -120,9 +118,7 @@ def healthy(rng: np.random.Generator, image: Array, view: Eye, strength: float) 
 def drusen(rng: np.random.Generator, image: Array, view: Eye, strength: float) -> Array:
     """Soft round yellow spots around the macula."""
     count = int(rng.integers(25, 60))
-    mask = canvas.spots(
-        image.shape[-1], around(rng, view.macula, count, 0.19), rng.uniform(0.018, 0.05, count)
-    )
+    mask = canvas.spots(image.shape[-1], around(rng, view.macula, count, 0.19), rng.uniform(0.018, 0.05, count))
     return canvas.blend(image, (0.96, 0.78, 0.42), strength * 0.8 * canvas.soft(mask, 0.015))
 
 
@@ -169,18 +165,12 @@ def laser_scars(rng: np.random.Generator, image: Array, view: Eye, strength: flo
     """A regular raster of round pale burns with dark pigment, in the periphery."""
     gap = rng.uniform(0.15, 0.2)
     rows = np.arange(-1, 1, gap)
-    grid = np.stack(np.meshgrid(rows, rows), axis=-1).reshape(-1, 2) + rng.normal(
-        0, 0.022, (len(rows) ** 2, 2)
-    )
+    grid = np.stack(np.meshgrid(rows, rows), axis=-1).reshape(-1, 2) + rng.normal(0, 0.022, (len(rows) ** 2, 2))
     distance = np.hypot(*(grid - np.asarray(view.macula)).T)
     away = grid[(distance > rng.uniform(0.5, 0.65)) & (np.hypot(*(grid - np.asarray(view.disc)).T) > 0.3)]
     radii = rng.uniform(0.035, 0.055, len(away))
-    burn = canvas.blend(
-        image, (0.90, 0.76, 0.55), strength * 0.75 * canvas.spots(image.shape[-1], away, radii)
-    )
-    return canvas.blend(
-        burn, (0.25, 0.12, 0.08), strength * 0.7 * canvas.spots(image.shape[-1], away, radii * 0.4)
-    )
+    burn = canvas.blend(image, (0.90, 0.76, 0.55), strength * 0.75 * canvas.spots(image.shape[-1], away, radii))
+    return canvas.blend(burn, (0.25, 0.12, 0.08), strength * 0.7 * canvas.spots(image.shape[-1], away, radii * 0.4))
 
 
 def cotton_wool(rng: np.random.Generator, image: Array, view: Eye, strength: float) -> Array:
@@ -209,9 +199,7 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A fundus picture `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     view = eye(rng, size)
     image = disc(rng, ground(rng, size, view), view, rng.uniform(0.3, 0.5))
-    for structure, amount in sorted(
-        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
-    ):
+    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
         if amount > 0:
             image = structure(rng, image, view, float(amount))
     image = vessels(rng, image, view)

@@ -83,9 +83,7 @@ def shown_structure(site: Site, label: int, clarity: float) -> int:
     return label if twin is None or clarity >= site.exchange[label // 2] else twin
 
 
-def picture(
-    site: Site, label: int, options: PhantomOptions, size: int, rng: np.random.Generator
-) -> NDArray[np.uint8]:
+def picture(site: Site, label: int, options: PhantomOptions, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """One scan `(size, size, 3)`, or `(size, size, 1)` of a grey family, all of whose draws come from `rng`."""
     clarity = rng.random()
     structure = shown_structure(site, label, clarity)
@@ -102,9 +100,7 @@ def in_channels(scan: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
     return np.broadcast_to(scan, (*scan.shape[:2], channels))
 
 
-def split(
-    site: Site, name: SplitName, options: PhantomOptions, size: int, seed: int, channels: int
-) -> Samples:
+def split(site: Site, name: SplitName, options: PhantomOptions, size: int, seed: int, channels: int) -> Samples:
     """One split of a site. Picture i has its own stream, so it stays the same however many others there are."""
     count = site.sizes[name]
     labels = label_sequence(site.shares, count)

@@ -32,9 +32,7 @@ def tinted(rng: np.random.Generator, size: int, colour: canvas.Colour, grain: fl
     return canvas.flat(size, colour) * (1 + texture * canvas.planes((0.7, 1.2, 0.6)))
 
 
-def cells_in(
-    rng: np.random.Generator, region: Array, gap: float, keep: float = 1.0, reach: float = 1.1
-) -> Points:
+def cells_in(rng: np.random.Generator, region: Array, gap: float, keep: float = 1.0, reach: float = 1.1) -> Points:
     """`canvas.scatter`, less the points that lie well outside `region` `(S, S)` and would be painted in vain."""
     points = canvas.scatter(rng, gap, keep, reach)
     around = points[:, None] + np.array([(0, 0), (-MARGIN, 0), (MARGIN, 0), (0, -MARGIN), (0, MARGIN)])
@@ -43,9 +41,7 @@ def cells_in(
     return np.compress(near, points, axis=0)
 
 
-def nuclei(
-    rng: np.random.Generator, image: Array, places: Points, radii: tuple[float, float], stretch: float
-) -> Array:
+def nuclei(rng: np.random.Generator, image: Array, places: Points, radii: tuple[float, float], stretch: float) -> Array:
     """Violet ovals at `places` `(N, 2)`; radii between two bounds, `stretch` times longer than broad."""
     count = len(places)
     short = rng.uniform(*radii, count)
@@ -62,9 +58,7 @@ def tones(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
     return rng.uniform(0.6, 1.0, count)
 
 
-def rim(
-    rng: np.random.Generator, centre: Points, radii: Points, turn: float, gap: float
-) -> tuple[Points, Points]:
+def rim(rng: np.random.Generator, centre: Points, radii: Points, turn: float, gap: float) -> tuple[Points, Points]:
     """Nuclei on an ellipse, about `gap` apart: their places `(N, 2)` and outward angles `(N,)`."""
     count = max(6, int(np.pi * radii.sum() / gap))
     t = np.linspace(0, 2 * np.pi, count, endpoint=False) + rng.normal(0, 0.12 / np.sqrt(count), count)
@@ -81,14 +75,10 @@ def gland_ring(rng: np.random.Generator, image: Array, places: Points, radii: Po
     image = canvas.blend(image, EPITHELIUM, 0.9 * canvas.blobs(size, places, radii, turns, 1.0))
     image = canvas.blend(image, LUMEN, canvas.blobs(size, places, radii * lumen, turns, 1.0))
     middle = 0.55 + 0.45 * lumen
-    rings = [
-        rim(rng, c, r * middle + 0.01, turn, 0.065) for c, r, turn in zip(places, radii, turns, strict=True)
-    ]
+    rings = [rim(rng, c, r * middle + 0.01, turn, 0.065) for c, r, turn in zip(places, radii, turns, strict=True)]
     spots, angles = (np.concatenate(parts) for parts in zip(*rings, strict=True))
     ovals = rng.uniform(0.02, 0.028, (len(spots), 1)) * np.array([1.6, 1.0])
-    return canvas.blend(
-        image, NUCLEUS, 0.9 * canvas.blobs(size, spots, ovals, angles, tones(rng, len(spots)))
-    )
+    return canvas.blend(image, NUCLEUS, 0.9 * canvas.blobs(size, spots, ovals, angles, tones(rng, len(spots))))
 
 
 def glands(rng: np.random.Generator, region: Array) -> Array:
@@ -124,9 +114,7 @@ def lymphocytes(rng: np.random.Generator, region: Array) -> Array:
     size = len(region)
     cells = cells_in(rng, region, rng.uniform(0.088, 0.105), 0.94)
     ground = tinted(rng, size, (0.86, 0.68, 0.82), 0.05)
-    return canvas.darken(
-        nuclei(rng, ground, cells, (0.028, 0.040), 1.0), (0.85, 0.8, 0.95), np.ones_like(region)
-    )
+    return canvas.darken(nuclei(rng, ground, cells, (0.028, 0.040), 1.0), (0.85, 0.8, 0.95), np.ones_like(region))
 
 
 def stroma(rng: np.random.Generator, region: Array) -> Array:
@@ -141,9 +129,7 @@ def stroma(rng: np.random.Generator, region: Array) -> Array:
     places = cells_in(rng, region, 0.2, 0.7)
     radii = rng.uniform(0.012, 0.018, (len(places), 1)) * np.array([4.5, 1.0])
     angles = turn + rng.normal(0, 0.2, len(places))
-    return canvas.blend(
-        image, NUCLEUS, 0.9 * canvas.blobs(size, places, radii, angles, tones(rng, len(places)))
-    )
+    return canvas.blend(image, NUCLEUS, 0.9 * canvas.blobs(size, places, radii, angles, tones(rng, len(places))))
 
 
 def necrosis(rng: np.random.Generator, region: Array) -> Array:

@@ -21,15 +21,9 @@ class PhantomOptions(Options):
     )
     clients: int = Field(4, ge=1, description="number of sites")
     classes: int = Field(4, ge=2, le=8, description="classes of a family: its first ones")
-    train_per_client: int = Field(
-        200, ge=1, description="training images of a site, on average over the sites"
-    )
-    val_per_client: int = Field(
-        40, ge=0, description="validation images of a site, on average over the sites"
-    )
-    test_per_client: int = Field(
-        100, ge=0, description="test images of every site, whatever quantity_skew is"
-    )
+    train_per_client: int = Field(200, ge=1, description="training images of a site, on average over the sites")
+    val_per_client: int = Field(40, ge=0, description="validation images of a site, on average over the sites")
+    test_per_client: int = Field(100, ge=0, description="test images of every site, whatever quantity_skew is")
     feature_skew: float = Field(
         0.0,
         ge=0,

@@ -41,9 +41,7 @@ def expose(
 ) -> NDArray[np.uint8]:
     """The scan, uint8 `(S, S, 3)` or `(S, S, 1)` where `grey`, of a float `picture` `(3, S, S)` in 0..1."""
     raw = (np.clip(picture, 0, 1) * 255 + 0.5).astype(np.uint8)
-    optical = optics(
-        Image.fromarray(raw[0] if grey else np.ascontiguousarray(raw.transpose(1, 2, 0))), traits
-    )
+    optical = optics(Image.fromarray(raw[0] if grey else np.ascontiguousarray(raw.transpose(1, 2, 0))), traits)
     return sensor(rng, tone(optical, traits), traits)
 
 
@@ -52,9 +50,7 @@ def optics(image: Image.Image, traits: dict[str, float]) -> Image.Image:
     side = image.width
     if traits["resolution"] > 0:
         coarse = max(8, round(side * (1 - 0.6 * min(traits["resolution"], 1))))
-        image = image.resize((coarse, coarse), Image.Resampling.BOX).resize(
-            (side, side), Image.Resampling.BILINEAR
-        )
+        image = image.resize((coarse, coarse), Image.Resampling.BOX).resize((side, side), Image.Resampling.BILINEAR)
     blur = traits["sharpness"]
     if blur > 0:
         return image.filter(ImageFilter.GaussianBlur(0.012 * side * blur))
@@ -65,9 +61,7 @@ def tone(image: Image.Image, traits: dict[str, float]) -> Image.Image:
     """Saturation, then per channel: gamma, contrast about the middle, and white balance."""
     colour = image.mode == "RGB"
     if colour:
-        image = Image.blend(
-            image.convert("L").convert("RGB"), image, float(np.exp(0.5 * traits["saturation"]))
-        )
+        image = Image.blend(image.convert("L").convert("RGB"), image, float(np.exp(0.5 * traits["saturation"])))
     curve = np.linspace(0, 1, 256) ** np.exp(0.45 * traits["gamma"])
     curve = 0.5 + (curve - 0.5) * np.exp(0.3 * traits["contrast"])
     gains = np.exp([0.2 * traits["red"], 0.0, 0.3 * traits["blue"]]) if colour else np.ones(1)
@@ -80,8 +74,6 @@ def sensor(rng: np.random.Generator, image: Image.Image, traits: dict[str, float
     values = np.asarray(image, dtype=np.float32).reshape(image.height, image.width, -1)
     axis = np.linspace(-1, 1, image.width, dtype=np.float32)
     fall = 0.35 * max(traits["vignette"], 0.0) * (axis[:, None] ** 2 + axis[None] ** 2)
-    noise = rng.standard_normal(values.shape, dtype=np.float32) * (
-        255 * (0.01 + 0.05 * max(traits["noise"], 0.0))
-    )
+    noise = rng.standard_normal(values.shape, dtype=np.float32) * (255 * (0.01 + 0.05 * max(traits["noise"], 0.0)))
     scan: NDArray[np.float32] = values * (1 - fall)[..., None] + noise
     return np.clip(scan, 0, 255).astype(np.uint8)

@@ -53,9 +53,7 @@ def chest(rng: np.random.Generator, size: int) -> Chest:
     """A patient of random build; the left of the picture has the higher diaphragm (over the liver)."""
     width, top, right = rng.uniform(0.41, 0.48), rng.uniform(-0.86, -0.72), rng.uniform(0.42, 0.62)
     bases = (right, right + rng.uniform(0.03, 0.1))
-    first, second = (
-        lung_field(size, side, width, top, base) for side, base in zip((-1, 1), bases, strict=True)
-    )
+    first, second = (lung_field(size, side, width, top, base) for side, base in zip((-1, 1), bases, strict=True))
     return Chest(width, top, bases, (first, second))
 
 
@@ -69,10 +67,7 @@ def ribs(rng: np.random.Generator, size: int) -> Array:
         lines += [np.stack([side * (0.06 + 0.85 * t), level - bow + fall * t**2], axis=1) for side in (-1, 1)]
         widths += [rng.uniform(0.05, 0.065)] * 2
     collar = rng.uniform(-0.85, -0.75)
-    lines += [
-        np.stack([side * (0.1 + 0.8 * t), collar - 0.14 * t + 0.06 * np.sin(6 * t)], axis=1)
-        for side in (-1, 1)
-    ]
+    lines += [np.stack([side * (0.1 + 0.8 * t), collar - 0.14 * t + 0.06 * np.sin(6 * t)], axis=1) for side in (-1, 1)]
     return canvas.soft(canvas.strokes(size, lines, [*widths, 0.07, 0.07]), 0.012)
 
 
@@ -82,9 +77,7 @@ def markings(rng: np.random.Generator, size: int, build: Chest) -> Array:
     for side in (-1, 1):
         for heading in rng.uniform(-1.3, 1.3, 9):
             angle = heading if side > 0 else np.pi - heading
-            lines.append(
-                canvas.curve(rng, (side * 0.16, rng.uniform(-0.15, 0.1)), angle, rng.uniform(0.3, 0.6), 0.6)
-            )
+            lines.append(canvas.curve(rng, (side * 0.16, rng.uniform(-0.15, 0.1)), angle, rng.uniform(0.3, 0.6), 0.6))
             widths.append(rng.uniform(0.012, 0.035))
     return canvas.soft(canvas.strokes(size, lines, widths), 0.015) * build.lung
 
@@ -138,9 +131,7 @@ def effusion(rng: np.random.Generator, density: Array, build: Chest, strength: f
     sides = (0, 1) if rng.random() < 0.2 else (int(rng.integers(2)),)
     for side in sides:
         outward = (2 * side - 1) * x
-        level = (
-            build.bases[side] - rng.uniform(0.1, 0.4) * (0.5 + 0.5 * strength) - 1.4 * (outward - 0.35) ** 2
-        )
+        level = build.bases[side] - rng.uniform(0.1, 0.4) * (0.5 + 0.5 * strength) - 1.4 * (outward - 0.35) ** 2
         pool = canvas.smoothstep(y - level, -0.08, 0.12) * canvas.smoothstep(outward, 0.02, 0.12)
         inside = canvas.smoothstep(outward, 0.9, 0.76) * canvas.smoothstep(y - build.bases[side], 0.5, 0.2)
         density = towards(density, 0.62, 0.95 * strength * pool * inside)
@@ -183,10 +174,7 @@ def cardiomegaly(rng: np.random.Generator, density: Array, build: Chest, strengt
 def interstitial(rng: np.random.Generator, density: Array, build: Chest, strength: float) -> Array:
     """A fine white mesh over both lungs, denser towards the bases."""
     size = len(density)
-    lines = [
-        canvas.curve(rng, p, rng.uniform(0, 2 * np.pi), 0.24, 2.5, 5)
-        for p in rng.uniform(-0.9, 0.8, (100, 2))
-    ]
+    lines = [canvas.curve(rng, p, rng.uniform(0, 2 * np.pi), 0.24, 2.5, 5) for p in rng.uniform(-0.9, 0.8, (100, 2))]
     mesh = canvas.strokes(size, lines, [0.012] * len(lines))
     _, y = canvas.plane(size)
     return density + 0.18 * strength * mesh * build.lung * (0.75 + 0.4 * y)
@@ -218,9 +206,7 @@ def paint(rng: np.random.Generator, size: int, strength: NDArray[np.float64]) ->
     """A chest film `(3, size, size)` that shows each structure of `STRUCTURES` at its strength."""
     build = chest(rng, size)
     density = film(rng, size, build)
-    for structure, amount in sorted(
-        zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]
-    ):
+    for structure, amount in sorted(zip(STRUCTURES.values(), strength, strict=True), key=lambda pair: pair[1]):
         if amount > 0:
             density = structure(rng, density, build, float(amount))
     bright = np.clip(density * np.float32(1.25), 0, 1).astype(np.float32)
