@@ -32,7 +32,7 @@ from wardround.methods.base import FedAvg
 from wardround.models.classifier import Classifier, build_classifier
 from wardround.models.options import ModelOptions
 from wardround.training.allocation import keep_memory
-from wardround.training.arithmetic import arithmetic, layout
+from wardround.training.arithmetic import arithmetic, compile_if_asked, layout
 from wardround.training.cache import PrefixCache
 from wardround.training.client import Client
 from wardround.training.options import TrainingOptions
@@ -80,20 +80,19 @@ class Bare:
 
     model: Classifier
     options: TrainingOptions
-    compiled: bool = False
 
     def __post_init__(self) -> None:
-        """Lay the model out as the options say, and make its optimiser."""
+        """Lay the model out and compile it as the options say, and make its optimiser."""
         self.model.to(memory_format=layout(self.options)).train()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(trained, lr=self.options.lr, fused=True)
-        self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if self.compiled else self.model
+        compile_if_asked(self.model, self.options)
 
     def step(self, h: Tensor, labels: Tensor) -> None:
         """One step on the output `h` of the frozen blocks."""
         self.optimizer.zero_grad(set_to_none=True)
         with arithmetic(self.options, CPU):
-            logits = self.network(h)
+            logits = self.model(h)
         nn.functional.cross_entropy(logits.float(), labels).backward()
         self.optimizer.step()
 
@@ -204,16 +203,17 @@ def compare_arithmetic(shape: Shape, repetitions: int, compiled: bool) -> list[d
     batches = 2
     data = shape.samples(batches * BATCH)
     labels = torch.from_numpy(data.labels).split(BATCH)
-    works, settings = {}, {}
-    for values in itertools.product(*CHOICES.values(), (False, True) if compiled else (False,)):
-        *kinds, compile_it = values
-        name = " ".join(str(kind) for kind in kinds) + (" compiled" if compile_it else "")
-        options = TrainingOptions(batch_size=BATCH, **dict(zip(CHOICES, kinds, strict=True)))  # type: ignore[arg-type]
-        works[name] = _bare_work(Bare(shape.model(), options, bool(compile_it)), options, data, labels)
-        settings[name] = {**dict(zip(CHOICES, kinds, strict=True)), "compile": compile_it}
+    choices = CHOICES if compiled else {**CHOICES, "compile": ("off",)}
+    settings = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    works = {}
+    for setting in settings:
+        options = TrainingOptions(batch_size=BATCH, **setting)  # type: ignore[arg-type]
+        works[" ".join(setting.values())] = _bare_work(Bare(shape.model(), options), options, data, labels)
     rows = take_turns(works, repetitions, batches)
     plain = rows[0]["cpu_ms_min"]
-    return [{**row, **settings[row["name"]], "speed_up": plain / row["cpu_ms_min"]} for row in rows]
+    return [
+        {**row, **setting, "speed_up": plain / row["cpu_ms_min"]} for row, setting in zip(rows, settings, strict=True)
+    ]
 
 
 def _bare_work(bare: Bare, options: TrainingOptions, data: Samples, labels: Iterable[Tensor]) -> Work:
@@ -241,13 +241,12 @@ def show_arithmetic(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> None:
     body = [
         [
             *(str(row[key]) for key in CHOICES),
-            "yes" if row["compile"] else "no",
             *(f"{row[key]:.1f}" for key in ("ms_min", "ms_median", "cpu_ms_min")),
             f"{row['speed_up']:.2f}",
         ]
         for row in rows
     ]
-    heads = [*CHOICES, "compiled", "ms, fastest", "ms, median", "CPU ms, fastest", "x first line (CPU)"]
+    heads = [*CHOICES, "ms, fastest", "ms, median", "CPU ms, fastest", "x first line (CPU)"]
     tables.show(f"{shape.title}: the bare step in every arithmetic", heads, body)
 
 

@@ -17,7 +17,7 @@ from wardround.training.options import TrainingOptions
 from wardround.training.selftest import CHOICES, choose_arithmetic
 
 CPU = torch.device("cpu")
-AUTO: dict[str, Any] = {"memory_format": "auto", "depthwise": "auto", "precision": "auto"}
+AUTO: dict[str, Any] = {"memory_format": "auto", "depthwise": "auto", "precision": "auto", "compile": "auto"}
 
 
 @pytest.fixture
@@ -50,25 +50,25 @@ def chosen(options: TrainingOptions) -> tuple[str, ...]:
 
 
 def test_the_faster_setting_is_picked(clock: dict[str, Any]) -> None:
-    clock["seconds"] = {"channels_last": 0.5, "shifts": 0.7, "pointwise-bfloat16": 0.9, "bfloat16": 2.0}
+    clock["seconds"] = {"channels_last": 0.5, "shifts": 0.7, "pointwise-bfloat16": 0.9, "bfloat16": 2.0, "on": 0.8}
     found = choose_arithmetic(mobile(), TrainingOptions(**AUTO), 32, CPU, None)
-    assert chosen(found) == ("channels_last", "shifts", "pointwise-bfloat16")
+    assert chosen(found) == ("channels_last", "shifts", "pointwise-bfloat16", "on")
 
 
 def test_a_setting_must_be_clearly_faster(clock: dict[str, Any]) -> None:
-    clock["seconds"] = {"channels_last": 0.96, "shifts": 0.97, "pointwise-bfloat16": 0.96, "bfloat16": 1.5}
+    clock["seconds"] = {"channels_last": 0.96, "shifts": 0.97, "pointwise-bfloat16": 0.96, "bfloat16": 1.5, "on": 0.99}
     found = choose_arithmetic(mobile(), TrainingOptions(**AUTO), 32, CPU, None)
-    assert chosen(found) == ("contiguous", "library", "float32")
+    assert chosen(found) == ("contiguous", "library", "float32", "off")
 
 
 def test_settings_are_tried_on_top_of_those_chosen_before(clock: dict[str, Any]) -> None:
     clock["seconds"] = {"channels_last": 0.5}
     choose_arithmetic(mobile(), TrainingOptions(memory_format="auto", depthwise="auto"), 32, CPU, None)
     assert clock["measured"] == [
-        ("contiguous", "library", "float32"),
-        ("channels_last", "library", "float32"),
-        ("channels_last", "library", "float32"),
-        ("channels_last", "shifts", "float32"),
+        ("contiguous", "library", "float32", "off"),
+        ("channels_last", "library", "float32", "off"),
+        ("channels_last", "library", "float32", "off"),
+        ("channels_last", "shifts", "float32", "off"),
     ]
 
 
