@@ -59,8 +59,7 @@ class TextbookLoop(LeanLoop):
             states.append(model.state_dict())
         shares = [size / sum(self.sizes) for size in self.sizes]
         self.state = {
-            name: sum(share * state[name] for share, state in zip(shares, states, strict=True))  # type: ignore[misc]
-            for name in self.state
+            name: sum(share * state[name] for share, state in zip(shares, states, strict=True)) for name in self.state
         }
 
 
@@ -70,7 +69,7 @@ def train(model: nn.Module, loader: Batches, lr: float) -> None:
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
+        nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

@@ -98,7 +98,7 @@ def accuracy(model: torch.nn.Module, key: int = NEVER) -> float:
     images, labels = draw(TEST_IMAGES, key)
     planes = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.inference_mode():
-        guesses = torch.cat([model(part).argmax(1) for part in planes.split(250)])
+        guesses = torch.cat([model(part).argmax(1) for part in torch.split(planes, 250)])
     return float((guesses == torch.from_numpy(labels)).float().mean())
 
 

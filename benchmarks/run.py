@@ -8,6 +8,7 @@ Prints tables and writes JSON. Each part can be run alone, with more choices: se
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import rounds
@@ -32,8 +33,9 @@ def main() -> None:
         only = list(rounds.WORKLOADS) if "rounds" in chosen else []
         rounds.run(args.out, 3 if args.quick else 12, [1, 2], only, "memory" in chosen)
     if "steps" in chosen:
-        few = {"repetitions": 1, "batches": 1, "arithmetic": False} if args.quick else {}
-        steps.run(args.out, steps.Plan(list(steps.SHAPES), **few))
+        plan = steps.Plan(list(steps.SHAPES))
+        few = dataclasses.replace(plan, repetitions=1, batches=1, arithmetic=False)
+        steps.run(args.out, few if args.quick else plan)
 
 
 if __name__ == "__main__":

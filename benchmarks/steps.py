@@ -93,7 +93,7 @@ class Bare:
         self.optimizer.zero_grad(set_to_none=True)
         with arithmetic(self.options, CPU):
             logits = self.model(h)
-        nn.functional.cross_entropy(logits.float(), labels).backward()
+        nn.functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
     def prefix(self, images: np.ndarray) -> Tensor:
@@ -107,7 +107,7 @@ class Bare:
 def ways(shape: Shape, options: TrainingOptions, batches: int) -> dict[str, Work]:
     """What is compared; each takes `batches` steps when called."""
     data = shape.samples(batches * BATCH)
-    labels = torch.from_numpy(data.labels).split(BATCH)
+    labels = torch.split(torch.from_numpy(data.labels), BATCH)
     images = [data.images[rows] for rows in _chunks(len(data))]
     photos = [_jpeg(number) for number in range(BATCH)]
     full, plain, bare = Bare(shape.model("all"), options), Bare(shape.model(), options), Bare(shape.model(), options)
@@ -202,7 +202,7 @@ def compare_arithmetic(shape: Shape, repetitions: int, compiled: bool) -> list[d
     """The bare step in every arithmetic, compiled or not."""
     batches = 2
     data = shape.samples(batches * BATCH)
-    labels = torch.from_numpy(data.labels).split(BATCH)
+    labels = torch.split(torch.from_numpy(data.labels), BATCH)
     choices = CHOICES if compiled else {**CHOICES, "compile": ("off",)}
     settings = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     works = {}
@@ -210,10 +210,9 @@ def compare_arithmetic(shape: Shape, repetitions: int, compiled: bool) -> list[d
         options = TrainingOptions(batch_size=BATCH, **setting)  # type: ignore[arg-type]
         works[" ".join(setting.values())] = _bare_work(Bare(shape.model(), options), options, data, labels)
     rows = take_turns(works, repetitions, batches)
-    plain = rows[0]["cpu_ms_min"]
-    return [
-        {**row, **setting, "speed_up": plain / row["cpu_ms_min"]} for row, setting in zip(rows, settings, strict=True)
-    ]
+    for row, setting in zip(rows, settings, strict=True):
+        row |= {**setting, "speed_up": rows[0]["cpu_ms_min"] / row["cpu_ms_min"]}
+    return rows
 
 
 def _bare_work(bare: Bare, options: TrainingOptions, data: Samples, labels: Iterable[Tensor]) -> Work:
