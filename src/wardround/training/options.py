@@ -55,7 +55,7 @@ class TrainingOptions(Options):
     )
     compile: Literal["auto", "off", "on"] = Field(
         "off",
-        description="torch.compile the trained blocks; off by default, since compiling takes up to a minute a worker "
-        "and won nothing on the processors we measured; auto: what the self-test finds faster",
+        description="torch.compile the trained blocks: faster with depthwise = shifts, but each worker compiles for up "
+        "to a minute first, so it pays in long runs alone; auto: what the self-test finds faster, once compiled",
     )
     device: str = Field("auto", description="auto (a GPU when there is one), cpu, cuda, cuda:1, mps")
