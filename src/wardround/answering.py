@@ -204,16 +204,21 @@ class Answerer:
 
     def logits(self, client: Client, split: SplitName, samples: Samples) -> np.ndarray:
         """The personal model's logits `(N, C)`, float32, on one split."""
-        inputs = self.client_inputs(client.name, split)
         client.model.eval()
-        parts = [torch.zeros(0, len(self.federation.classes))]
-        with torch.inference_mode():
-            for start in range(0, len(samples), EVALUATION_BATCH):
-                rows = torch.arange(start, min(start + EVALUATION_BATCH, len(samples)))
-                batch = inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
-                with client.arithmetic():
-                    parts.append(self.method.predict(client, batch).float().cpu())
-        return torch.cat(parts).numpy()
+        inputs = self.client_inputs(client.name, split)
+        return logits_in_batches(self.method, client, inputs, len(samples), EVALUATION_BATCH)
+
+
+def logits_in_batches(method: Method, client: Client, inputs: Inputs, count: int, size: int) -> np.ndarray:
+    """A model's logits `(N, C)`, float32, for the `count` images of `inputs`, `size` images at a time."""
+    parts = [torch.zeros(0, len(client.counts))]
+    with torch.inference_mode():
+        for start in range(0, count, size):
+            rows = torch.arange(start, min(start + size, count))
+            batch = inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
+            with client.arithmetic():
+                parts.append(method.predict(client, batch).float().cpu())
+    return torch.cat(parts).numpy()
 
 
 def set_label_counts(model: Classifier, counts: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wardround import __version__, run_folder
-from wardround.answering import MEMORY, PERSONAL, STATE, set_label_counts, under
+from wardround.answering import MEMORY, PERSONAL, STATE, logits_in_batches, set_label_counts, under
 from wardround.config import PATHS, Experiment, experiment_from, load_experiment
 from wardround.data import Samples
 from wardround.data.federation import samples
@@ -63,13 +63,7 @@ class TrainedModel:
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
         client = self._client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
-        parts = []
-        with torch.inference_mode():
-            for rows in torch.split(torch.arange(len(data)), BATCH):
-                batch = client.inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
-                with client.arithmetic():
-                    parts.append(self.method.predict(client, batch).float().cpu())
-        return torch.cat(parts).numpy()
+        return logits_in_batches(self.method, client, client.inputs, len(data), BATCH)
 
     def _client(self, data: Samples, device: torch.device) -> Client:
         size = self.experiment.data.image_size
