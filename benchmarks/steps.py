@@ -132,11 +132,11 @@ def _ours(shape: Shape, options: TrainingOptions, data: Samples) -> Work:
     """The library's own local training, with everything that a run has: its order, loss, clipping and contexts."""
     method, model = FedAvg(), shape.model().to(memory_format=layout(options))
     cache = PrefixCache(model, options, shape.size, "none", 0, CPU, budget=2**31, folder=None)
-    counts = torch.from_numpy(data.counts(CLASSES))
+    counts, rules = torch.from_numpy(data.counts(CLASSES)), method.rules(model)
     inputs, labels = cache.inputs("client", data, training=True), torch.from_numpy(data.labels)
 
     def train() -> None:
-        method.train(Client("client", 1, 0, model, inputs, labels, counts, options), "train")
+        method.train(Client("client", 1, 0, model, rules, inputs, labels, counts, options), "train")
 
     return train
 

@@ -111,7 +111,7 @@ def test_one_clients_targets_are_not_the_nexts() -> None:
 
 
 class Announces(FedAvg):
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         return {"mean": (2,)}
 
     def statistics(self, client: Client) -> Mapping[str, Tensor]:

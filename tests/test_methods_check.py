@@ -99,7 +99,7 @@ class LeakInState(FedAvg):
 class LeakInStatistics(FedAvg):
     """Calls its local head a statistic."""
 
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         return {"norms": tuple(model.head.weight.shape)}
 
     def statistics(self, client: Client) -> Mapping[str, Tensor]:
@@ -107,7 +107,7 @@ class LeakInStatistics(FedAvg):
 
 
 class LeakOfFrozen(LeakInStatistics):
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         return {"norms": (next(model.frozen.parameters()).numel(),)}
 
     def statistics(self, client: Client) -> Mapping[str, Tensor]:
@@ -237,7 +237,7 @@ class SameHeadForAll(FedAvg):
 class ChangesWhatItReceived(LeakInStatistics):
     """Adds to the server's targets in place; they are the same object for the next client."""
 
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         return {"mean": (3,)}
 
     def statistics(self, client: Client) -> Mapping[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from wardround.federation.messages import Message, named
 from wardround.federation.rules import Owner
 from wardround.federation.server import Reply, Server
-from wardround.methods.base import FedAvg, ServerSide, owned_parameters
+from wardround.methods.base import FedAvg, ServerSide
 from wardround.methods.check import NETWORKS
 from wardround.methods.isolated import Isolated
 from wardround.methods.registry import METHODS
@@ -147,13 +147,13 @@ def test_parameters_by_owner_come_in_the_models_order() -> None:
     model = NETWORKS["bn-cnn"].model(FedAvg())
     rules = FedAvg().rules(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [names[id(p)] for p in owned_parameters(model, rules, Owner.LOCAL, Owner.SHARED)]
+    found = [names[id(p)] for p in rules.parameters(model, Owner.LOCAL, Owner.SHARED)]
     assert found == [name for name in names.values() if not name.startswith("frozen.")]
 
 
 def test_the_schema_is_every_shared_entry_and_every_statistic() -> None:
     class Counting(FedAvg):
-        def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+        def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
             return {"count": (2, 3)}
 
     model = NETWORKS["bn-cnn"].model(Counting())

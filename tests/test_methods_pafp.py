@@ -95,7 +95,7 @@ def test_parameters_of_the_alignment_modules() -> None:
 def test_length_of_the_papers_messages(codec: str, size: int) -> None:
     """So many bytes a number, eight a counter; before them the prefix, the scalars and a header of known length."""
     _, side = paper(200)
-    zeros = {name: torch.zeros(tuple(shape)) for name, shape in side.statistic_shapes.items()}
+    zeros = {name: torch.zeros(tuple(shape)) for name, shape in side.statistic_shapes("train").items()}
     scalars = {"examples": 1}
     tensors = named("state", side.initial_state) | named("statistic", zeros)
     frame = codec_named(codec).encode(Message(tensors, scalars))
@@ -336,10 +336,10 @@ def test_without_tuned_blocks_there_is_nothing_to_align() -> None:
 
 
 def test_few_images_behind_statistics_are_warned_of() -> None:
-    (caution,) = PAFP().cautions({"tiny": 12, "large": 500, "empty": 0})
+    (caution,) = PAFP().cautions(BN.model(PAFP()), {"tiny": 12, "large": 500, "empty": 0})
     assert "tiny (12)" in caution
     assert "large" not in caution
-    assert not PAFP(reduce="channel").cautions({"tiny": 12})
+    assert not PAFP(reduce="channel").cautions(BN.model(PAFP()), {"tiny": 12})
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_fit_is_plain_gradient_descent() -> None:
     """Against a loop written out: the same batches, the same loss, w <- w - lr (g + wd w)."""
     ours, theirs = client(weight_decay=0.1, clip_norm=None), client(weight_decay=0.1, clip_norm=None)
     parameters = list(ours.model.tuned.parameters())
-    loss = fit(ours, parameters, ours.optimizer([{"params": parameters}]), plain, epochs=2)
+    loss = fit(ours, parameters, ours.optimizer([{"params": parameters}]), plain, ours.steps(2))
     weights, losses = list(theirs.model.tuned.parameters()), []
     for step in theirs.steps(2):
         value = step.task_loss
@@ -150,7 +150,7 @@ def test_an_empty_client_has_no_loss_and_no_steps() -> None:
     empty = client(name="empty")
     assert list(empty.steps(3)) == []
     parameters = list(empty.model.tuned.parameters())
-    assert math.isnan(fit(empty, parameters, empty.optimizer([{"params": parameters}]), plain, 1))
+    assert math.isnan(fit(empty, parameters, empty.optimizer([{"params": parameters}]), plain, empty.steps(1)))
 
 
 def test_dropout_has_a_stream_of_its_own() -> None:
@@ -161,7 +161,7 @@ def test_dropout_has_a_stream_of_its_own() -> None:
         one = client(network, round=round, batch_size=32)
         torch.manual_seed(disturbance)
         parameters = list(one.model.head.parameters())
-        return fit(one, parameters, one.optimizer([{"params": parameters}]), plain, 1)
+        return fit(one, parameters, one.optimizer([{"params": parameters}]), plain, one.steps(1))
 
     assert loss(1, 1) == loss(2, 1)
     assert loss(1, 1) != pytest.approx(loss(1, 2), rel=1e-4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from wardround.training.inputs import Inputs
 from wardround.training.options import TrainingOptions
 
 EVALUATION_BATCH = 256
+Predict = Callable[[Client, Tensor], Tensor]
 STATE, MEMORY, PERSONAL = "state", "memory", "personal"  # name spaces of a client's stored tensors
 
 
@@ -92,11 +93,14 @@ class Answerer:
         if message.scalars["phase"] == EVALUATE:
             return Message({}, scalars)
         started = time.perf_counter()
-        scalars["loss"] = _finite(self.method.train(client, message.scalars["phase"])) if len(client) else None
+        scalars["loss"] = _finite(self.method.train(client, client.phase)) if len(client) else None
         scalars["seconds"] = time.perf_counter() - started
-        tensors = self._outgoing(client, message.scalars["phase"])
+        tensors = self._outgoing(client)
         self._keep(client)
         if message.scalars.get("evaluate_personal"):
+            tensors = {name: plain_copy(tensor) for name, tensor in tensors.items()}
+            if len(client):
+                self.method.personalise(client)
             scalars["personal"] = self._evaluate(client, "personal", final=bool(message.scalars.get("final")))
         scalars["log"] = {key: _finite(value) for key, value in client.log.items()}
         if message.scalars.get("checkpoint"):
@@ -133,12 +137,14 @@ class Answerer:
             round=int(message.scalars["round"]),
             seed=self.seed,
             model=self.model,
+            rules=self.side.rules,
             inputs=self.client_inputs(name, "train"),
             labels=torch.from_numpy(train.labels),
             counts=counts,
             options=self.options,
             received=self._own(message.under("target")),
             memory=self._own(under(MEMORY, stored)),
+            phase=message.scalars["phase"],
         )
 
     def _decode(self, frame: bytes) -> Message:
@@ -161,18 +167,20 @@ class Answerer:
         entries = self.side.rules.pick(self._entries, *owners)
         return {name: plain_copy(tensor) for name, tensor in entries.items()}
 
-    def _outgoing(self, client: Client, phase: str) -> dict[str, Tensor]:
+    def _outgoing(self, client: Client) -> dict[str, Tensor]:
         """Shared state and statistics; a client without images sends zeros, which count for nothing.
 
         They are views into the model: the codec copies them into the frame.
         """
-        shared = self.side.rules.pick(self._entries, Owner.SHARED)
+        sends = self.method.sends_state(client.phase)
+        shared = self.side.rules.pick(self._entries, Owner.SHARED) if sends else {}
         self.side.rules.refuse_private(shared)
         if len(client):
             statistics = {name: plain_copy(tensor) for name, tensor in self.method.statistics(client).items()}
         else:
-            statistics = {name: torch.zeros(tuple(shape)) for name, shape in self.side.statistic_shapes.items()}
-        return _sound(named(STATE, shared) | named("statistic", statistics), self.side.reply_schema(phase))
+            shapes = {} if self.method.optional_statistics else self.side.statistic_shapes(client.phase)
+            statistics = {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}
+        return _sound(named(STATE, shared) | named("statistic", statistics), self.side.reply_schema(client.phase))
 
     def _keep(self, client: Client) -> None:
         """Store local state and method memory, once all that training has left proved finite."""
@@ -182,9 +190,15 @@ class Answerer:
     def _checkpoint(self, client: Client, round: int, final: bool) -> None:
         """Save the client's state for the checkpoint of `round`, this one or a later one."""
         if self.folder is not None:
-            personal = named(PERSONAL, self._copy(Owner.SHARED)) if final else {}
+            personal = named(PERSONAL, self._personal(client.name)) if final else {}
             partial = self.folder / "checkpoints" / f"round-{round:04d}.partial"
             self.store.save(client.name, partial, personal)
+
+    def _personal(self, name: str) -> dict[str, Tensor]:
+        """The entries of the personal model that are not kept as local state anyway."""
+        kept = under(STATE, self.store.get(name))
+        entries = self._copy(Owner.SHARED, Owner.LOCAL)
+        return {entry: t for entry, t in entries.items() if entry not in kept or not torch.equal(t, kept[entry])}
 
     # ---- evaluation
 
@@ -193,31 +207,32 @@ class Answerer:
         started = time.perf_counter()
         scores: dict[str, Any] = {}
         data = self.federation.client(client.name)
+        predict = self.method.predict if which == "personal" else self.method.predict_received
         for split in ("val", "test"):
             samples = data.split(split)
-            logits = self.logits(client, split, samples)
+            logits = self.logits(client, split, samples, predict)
             scores[split] = evaluate_probabilities(softmax(logits), samples.labels)
             if final and split == "test" and self.folder is not None:
                 write_predictions(self.folder, client.name, samples.names, samples.labels, which, logits)
         scores["seconds"] = time.perf_counter() - started
         return scores
 
-    def logits(self, client: Client, split: SplitName, samples: Samples) -> np.ndarray:
-        """The personal model's logits `(N, C)`, float32, on one split."""
+    def logits(self, client: Client, split: SplitName, samples: Samples, predict: Predict | None = None) -> np.ndarray:
+        """A model's logits `(N, C)`, float32, on one split; those of the personal one unless told otherwise."""
         client.model.eval()
         inputs = self.client_inputs(client.name, split)
-        return logits_in_batches(self.method, client, inputs, len(samples), EVALUATION_BATCH)
+        return logits_in_batches(predict or self.method.predict, client, inputs, len(samples), EVALUATION_BATCH)
 
 
-def logits_in_batches(method: Method, client: Client, inputs: Inputs, count: int, size: int) -> np.ndarray:
-    """A model's logits `(N, C)`, float32, for the `count` images of `inputs`, `size` images at a time."""
+def logits_in_batches(predict: Predict, client: Client, inputs: Inputs, count: int, size: int) -> np.ndarray:
+    """The logits `(N, C)`, float32, of the `count` images of `inputs`, `size` images at a time."""
     parts = [torch.zeros(0, len(client.counts))]
     with torch.inference_mode():
         for start in range(0, count, size):
             rows = torch.arange(start, min(start + size, count))
             batch = inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
             with client.arithmetic():
-                parts.append(method.predict(client, batch).float().cpu())
+                parts.append(predict(client, batch).float().cpu())
     return torch.cat(parts).numpy()
 
 

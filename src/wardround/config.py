@@ -177,7 +177,7 @@ def experiment_from(tree: Mapping[str, Any], where: str) -> Experiment:
     except ValidationError as error:
         raise InputError(f"{where}: {explain(error, Experiment)}") from error
     try:
-        experiment.bound_method()
+        experiment.bound_method().refuse(experiment.training)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     _check_systems(experiment, where)

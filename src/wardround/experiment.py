@@ -304,7 +304,9 @@ def _cautions(setup: Setup, examples: dict[str, int]) -> list[str]:
     """What the choice of method and loss means on these data."""
     data = setup.federation
     counts = {name: torch.from_numpy(row) for name, row in zip(data.names, data.counts(), strict=True)}
-    return setup.method.cautions(examples) + weight_cautions(counts, data.classes, setup.experiment.training)
+    return setup.method.cautions(setup.model, examples) + weight_cautions(
+        counts, data.classes, setup.experiment.training
+    )
 
 
 def _scores(models: Any, examples: dict[str, int]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from wardround.errors import InputError, suggestion
 from wardround.experiment import build_model, pick_device
 from wardround.federation.checkpoints import Checkpoints
 from wardround.federation.files import write_atomically
-from wardround.federation.messages import plain_copy
+from wardround.federation.messages import named, plain_copy
 from wardround.federation.rules import Owner
 from wardround.methods.base import Method
 from wardround.models.classifier import Classifier
@@ -48,6 +48,7 @@ class TrainedModel:
         classes: names of the logits' columns.
         counts: the client's training images per class.
         memory: what the method kept at the client.
+        which: of the client's models.
     """
 
     client: str
@@ -57,13 +58,15 @@ class TrainedModel:
     classes: tuple[str, ...]
     counts: tuple[int, ...]
     memory: dict[str, Tensor]
+    which: Which = "personal"
 
     def logits(self, images: np.ndarray) -> np.ndarray:
         """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores."""
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
         client = self._client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
-        return logits_in_batches(self.method, client, client.inputs, len(data), BATCH)
+        predict = self.method.predict if self.which == "personal" else self.method.predict_received
+        return logits_in_batches(predict, client, client.inputs, len(data), BATCH)
 
     def _client(self, data: Samples, device: torch.device) -> Client:
         size = self.experiment.data.image_size
@@ -72,6 +75,7 @@ class TrainedModel:
             round=self.experiment.rounds,
             seed=self.experiment.seed,
             model=self.model,
+            rules=self.method.rules(self.model),
             inputs=ImageInputs(self.model, data, size, "none", device),
             labels=torch.from_numpy(data.labels),
             counts=torch.tensor(self.counts),
@@ -105,17 +109,19 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
         )
     method, model = build_model(experiment, len(roster["classes"]))
     stored = checkpoint.client(client)
+    model.load_state_dict(under(STATE, stored), strict=False)
     if method.rules(model).names(Owner.SHARED):
         _check_personal(folder, client, which, checkpoint.round)
-        shared = under(PERSONAL, stored) if which == "personal" else checkpoint.server().state
-        model.load_state_dict(shared, strict=False)
+        other = under(PERSONAL, stored) if which == "personal" else checkpoint.server().state
+        model.load_state_dict(other, strict=False)
     elif which == "server":
         raise InputError(f"--model server: nothing was shared in {folder}, so its server has no model")
-    model.load_state_dict(under(STATE, stored), strict=False)
     counts = tuple(entries[client]["counts"]["train"])
     set_label_counts(model, torch.tensor(counts))
     model.to(pick_device(experiment.training.device)).eval()
-    return TrainedModel(client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored))
+    return TrainedModel(
+        client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored), which
+    )
 
 
 def _chosen(folder: Path, client: str | None, names: Sequence[str]) -> str:
@@ -162,23 +168,24 @@ def predict(trained: TrainedModel, files: Sequence[Path]) -> list[dict[str, Any]
 def export(trained: TrainedModel, file: Path) -> None:
     """Write every tensor of the model, frozen ones too, as safetensors; `load_exported` reads it back.
 
-    The metadata say how to rebuild the network and how its images are made, but not where the images were.
+    Where the method predicts with more than the network, what it remembers is written as `memory/NAME`. The metadata
+    say how to rebuild the network and how its images are made, but not where the images were.
 
     Raises:
-        InputError: the method predicts with more than a network, or the file cannot be written.
+        InputError: the file cannot be written.
     """
     import safetensors.torch
 
-    if trained.memory:
-        raise InputError(f"method {trained.method.name!r} predicts with more than a network; it cannot be exported yet")
     about = {
         "wardround": __version__,
         "client": trained.client,
         "classes": trained.classes,
         "counts": trained.counts,
+        "which": trained.which,
         "experiment": _without_places(trained.experiment),
     }
-    state = {name: plain_copy(tensor) for name, tensor in trained.model.state_dict().items()}
+    remembered = named(MEMORY, trained.memory) if trained.method.predicts_from_memory else {}
+    state = {name: plain_copy(tensor) for name, tensor in (trained.model.state_dict() | remembered).items()}
     try:
         write_atomically(file, safetensors.torch.save(state, metadata={"wardround": json.dumps(about, sort_keys=True)}))
     except OSError as error:
@@ -211,11 +218,13 @@ def load_exported(file: Path) -> TrainedModel:
     experiment = experiment_from(about["experiment"], str(file))
     bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
     method, model = build_model(bare, len(about["classes"]))
-    model.load_state_dict(state)
+    memory = under(MEMORY, state)
+    model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})
     set_label_counts(model, torch.tensor(about["counts"]))
     return TrainedModel(
-        about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), {}
-    )
+        about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), memory,
+        about["which"],
+    )  # fmt: skip
 
 
 def _read_run(folder: Path) -> tuple[Experiment, dict[str, Any]]:

@@ -60,7 +60,7 @@ def plain_copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a receiver expects of one tensor."""
+    """What a receiver expects of one tensor. A dimension of -1 may have any length."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -70,6 +70,12 @@ class Spec:
     def of(cls, tensor: Tensor, required: bool = True) -> Spec:
         """The spec that `tensor` itself fulfils."""
         return cls(tuple(tensor.shape), tensor.dtype, required)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this shape."""
+        return shape == self.shape or (
+            len(shape) == len(self.shape) and all(want in (-1, n) for n, want in zip(shape, self.shape, strict=True))
+        )
 
 
 Schema = Mapping[str, Spec]
@@ -99,7 +105,7 @@ def check(message: Message, schema: Schema) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: Spec) -> None:
-    if tuple(tensor.shape) != spec.shape:
+    if not spec.fits(tuple(tensor.shape)):
         raise BadMessage(f"tensor {name!r} has shape {shorten(str(tuple(tensor.shape)))}, expected {spec.shape}")
     if tensor.dtype != spec.dtype:
         raise BadMessage(f"tensor {name!r} has type {tensor.dtype}, expected {spec.dtype}")

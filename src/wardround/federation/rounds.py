@@ -18,7 +18,7 @@ from wardround.federation.server import IndividualMessages, Reply, Server, Serve
 from wardround.federation.transport import Refused, Transport
 from wardround.options import Options
 
-EVALUATE = "evaluate"
+TRAIN, EVALUATE = "train", "evaluate"
 
 
 class RoundOptions(Options):
@@ -60,6 +60,10 @@ class RoundLoop:
     observers: Sequence[Observer] = ()
     best: tuple[int, float] | None = None
 
+    def __post_init__(self) -> None:
+        """Tell the server how large the federation is."""
+        self.server.clients = len(self.clients)
+
     def run(self) -> None:
         """Do the rounds that are left, then evaluate the server's final model at every client.
 
@@ -86,10 +90,9 @@ class RoundLoop:
         clients = self.participants(round)
         self.server.log = {}
         self._tell("round_started", round, clients)
-        phases = self.method.phases(round)
         scores: list[float] = []
-        for number, phase in enumerate(phases):
-            scalars = self._instructions(round, phase, last=number == len(phases) - 1)
+        for phase in self.method.phases(round):
+            scalars = self._instructions(round, phase)
             replies = self._exchange(round, phase, clients, scalars, scores)
             self.method.combine(self.server, phase, replies)
             for _ in replies:  # a method may have seen enough; the quorum and the traffic are of all
@@ -107,16 +110,20 @@ class RoundLoop:
         if self.best is None or mean > self.best[1]:
             self.best = (round, mean)
 
-    def _instructions(self, round: int, phase: str, last: bool) -> dict[str, Any]:
-        """The scalars that tell a client what to do beside the method's own work."""
+    def _instructions(self, round: int, phase: str) -> dict[str, Any]:
+        """The scalars that tell a client what to do beside the method's own work.
+
+        Models are evaluated and clients' states saved with the phase in which they train.
+        """
+        trains = phase == TRAIN
         return {
             "round": round,
             "phase": phase,
-            "evaluate_received": self.options.evaluate_server and last and self.evaluates(round - 1),
-            "evaluate_personal": last and self.evaluates(round),
-            "checkpoint": last and self._keeps(round),
+            "evaluate_received": self.options.evaluate_server and trains and self.evaluates(round - 1),
+            "evaluate_personal": trains and self.evaluates(round),
+            "checkpoint": trains and self._keeps(round),
             "checkpoint_round": self._next_due(round),
-            "final": last and round == self.rounds,
+            "final": trains and round == self.rounds,
         }
 
     def _exchange(

@@ -66,6 +66,11 @@ class Rules:
         """The entries of `state` that belong to any of `owners`."""
         return {name: state[name] for name in self.names(*owners)}
 
+    def parameters(self, model: nn.Module, *owners: Owner) -> list[nn.Parameter]:
+        """The parameters of `model` that belong to any of `owners`, in the model's order."""
+        chosen = set(self.names(*owners))
+        return [parameter for name, parameter in model.named_parameters() if name in chosen]
+
     def refuse_private(self, names: Iterable[str]) -> None:
         """Raise `BadMessage` if any of `names` is not a shared entry: a leak must be an error, not a leak."""
         for name in names:

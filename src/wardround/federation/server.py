@@ -20,16 +20,18 @@ class Server:
         memory: tensors that a method keeps at the server between rounds (a target distribution, a control variate).
         round: the last round that is complete; 0 before the first.
         log: numbers of the current round for the report; emptied every round.
+        clients: how many clients the federation has, whether or not they take part in a round.
     """
 
     state: dict[str, Tensor]
     memory: dict[str, Tensor] = field(default_factory=dict)
     round: int = 0
     log: dict[str, float] = field(default_factory=dict)
+    clients: int = 0
 
     def snapshot(self) -> Server:
         """The server as it is now, whatever entries are replaced later; tensors must not be changed in place."""
-        return Server(dict(self.state), dict(self.memory), self.round)
+        return Server(dict(self.state), dict(self.memory), self.round, clients=self.clients)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ServerHalf(Protocol):
         """Whether clients get different messages. If not, one message is made and encoded for all."""
 
     def phases(self, round: int) -> Sequence[str]:
-        """The exchanges of a round, in order; most methods have one, `train`."""
+        """The exchanges of a round, in order. Most methods have one, `train`, which every round has once."""
 
     def reply_schema(self, phase: str) -> Schema:
         """What tensors a reply holds."""

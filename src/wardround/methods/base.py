@@ -7,16 +7,19 @@ The hooks, by the question that each answers:
 | `edit`             | what is changed in the model before the run?                    | both   |
 | `rules`            | whose is each entry of the model's state?                       | both   |
 | `statistic_shapes`, `target_shapes` | what travels besides state, up and down?        | both   |
+| `refuse`           | which training options does it not go with?                     | both   |
 | `loss`             | what does a client minimise?                                    | client |
 | `parameters`       | which parameters train in this round?                           | client |
+| `steps`            | on which batches?                                               | client |
 | `optimizer`        | what steps do gradients become?                                 | client |
 | `backward`         | how do gradients come about?                                    | client |
 | `train`            | what is a round of local training?                              | client |
 | `statistics`       | which statistics does this client send?                         | client |
-| `predict`          | how is a prediction made?                                       | client |
-| `phases`           | which exchanges has a round?                                    | server |
+| `personalise`      | what makes the personal model of what training left?            | client |
+| `predict`, `predict_received` | how is a prediction made, by the personal and the server's model? | client |
+| `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
 | `state_for`, `targets` | what does the server send?                                  | server |
-| `weight`, `digest`, `absorb` | how are replies averaged, and what follows?           | server |
+| `weight`, `move`, `digest`, `absorb` | how are replies averaged, and what follows?   | server |
 
 What every method must keep to, whatever its hooks do, is in `wardround.methods.check`, which tries it.
 """
@@ -24,20 +27,23 @@ What every method must keep to, whatever its hooks do, is in `wardround.methods.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from wardround.federation.averaging import WeightedMean
 from wardround.federation.messages import Schema, Spec, named, plain_copy
+from wardround.federation.rounds import TRAIN
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply, Server
 from wardround.models.classifier import Classifier
 from wardround.options import Options
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
+from wardround.training.options import TrainingOptions
 
 
 class Method(Options):
@@ -55,6 +61,12 @@ class Method(Options):
     stays: ClassVar[str] = "the head where it is local; a logit corrector"
     extra_cost: ClassVar[str] = "none"
     individual: ClassVar[bool] = False
+    optional_statistics: ClassVar[bool] = False
+    predicts_from_memory: ClassVar[bool] = False
+
+    weights: Literal["examples", "uniform"] = Field(
+        "examples", description="what a client counts in averages: its training images, or the same as any other"
+    )
 
     # ---- both halves -------------------------------------------------------------------------------------------
 
@@ -66,15 +78,32 @@ class Method(Options):
         rules = Rules.of(model).frozen(model.frozen).local(model.corrector)
         return rules.local(model.head) if model.local_head else rules
 
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
-        """Names and shapes of the float32 tensors that travel to the server besides state. Default: none."""
+    def refuse(self, training: TrainingOptions) -> None:
+        """Raise `InputError` for training options that the method does not go with. Default: it goes with all."""
+
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
+        """Names and shapes of the float32 tensors that travel to the server besides state. Default: none.
+
+        With `optional_statistics`, a client may leave out any of them.
+        """
         return {}
 
     def target_shapes(self, side: ServerSide) -> Mapping[str, Sequence[int]]:
-        """Names and shapes of what `targets` may send. Default: the statistics' own."""
-        return side.statistic_shapes
+        """Names and shapes of what `targets` may send. Default: the statistics' own.
 
-    def cautions(self, examples: Mapping[str, int]) -> list[str]:
+        A dimension of -1 may have any length.
+        """
+        return side.statistic_shapes(TRAIN)
+
+    def phases(self, round: int) -> Sequence[str]:
+        """The exchanges of a round: `train`, once, and what comes before and after."""
+        return (TRAIN,)
+
+    def sends_state(self, phase: str) -> bool:
+        """Whether clients send the shared state in `phase`. Default: always."""
+        return True
+
+    def cautions(self, model: Classifier, examples: Mapping[str, int]) -> list[str]:
         """What the report should warn of, given the training images per client. Default: nothing."""
         return []
 
@@ -86,12 +115,15 @@ class Method(Options):
         if not parameters:
             return float("nan")
         optimizer = self.optimizer(client, parameters)
-        epochs = client.options.local_epochs
-        return fit(client, parameters, optimizer, self.backward, epochs, self.fixed_statistics())
+        return fit(client, parameters, optimizer, self.backward, self.steps(client), self.fixed_statistics())
 
     def parameters(self, client: Client) -> list[nn.Parameter]:
         """The parameters that train in this round. Default: all that are not frozen."""
-        return owned_parameters(client.model, self.rules(client.model), Owner.SHARED, Owner.LOCAL)
+        return client.owned(Owner.SHARED, Owner.LOCAL)
+
+    def steps(self, client: Client) -> Iterable[Step]:
+        """The batches of this round. Default: `local_epochs` passes over the client's images."""
+        return client.steps(client.options.local_epochs)
 
     def fixed_statistics(self) -> bool:
         """Whether batch norms none of whose parameters train in this round keep their running statistics."""
@@ -115,16 +147,24 @@ class Method(Options):
         """The tensors announced by `statistic_shapes`, after training."""
         return {}
 
+    def personalise(self, client: Client) -> None:
+        """Make `client.model` the personal model, once the reply is safe; nothing of it travels or is kept for the
+        next round. Default: the model as training left it.
+        """
+
     def predict(self, client: Client, inputs: Tensor) -> Tensor:
-        """Logits `(B, C)` of the client's personal model, which is in eval mode."""
+        """Logits `(B, C)` of the client's personal model, which is in eval mode.
+
+        Whoever reads `client.memory` here sets `predicts_from_memory`, so that exported models have it too.
+        """
         logits: Tensor = client.model(inputs)
         return logits
 
-    # ---- server half -------------------------------------------------------------------------------------------
+    def predict_received(self, client: Client, inputs: Tensor) -> Tensor:
+        """Logits `(B, C)` of the server's model at this client. Default: as those of the personal one."""
+        return self.predict(client, inputs)
 
-    def phases(self, round: int) -> Sequence[str]:
-        """The exchanges of a round."""
-        return ("train",)
+    # ---- server half -------------------------------------------------------------------------------------------
 
     def state_for(self, server: Server, client: str) -> Mapping[str, Tensor]:
         """The shared state that is sent. `client` is empty unless `individual` is set. Default: the server's."""
@@ -135,8 +175,8 @@ class Method(Options):
         return {}
 
     def weight(self, reply: Reply) -> float:
-        """A reply's weight in every average. Default: its number of training images."""
-        return reply.examples
+        """A reply's weight in every average. Default: as `weights` says."""
+        return reply.examples if self.weights == "examples" else 1.0
 
     def digest(self, reply: Reply) -> Mapping[str, Tensor]:
         """What of a reply's statistics is averaged over clients. Default: the statistics as they are."""
@@ -156,8 +196,12 @@ class Method(Options):
             state.add(reply.message.under("state"), weight)
             digest.add(self.digest(reply), weight)
         if state.total > 0:
-            server.state = server.state | state.result()
+            self.move(server, state.result())
             self.absorb(server, digest.result())
+
+    def move(self, server: Server, average: Mapping[str, Tensor]) -> None:
+        """Take in the average of the clients' states; empty where they send none. Default: it replaces the server's."""
+        server.state = server.state | dict(average)
 
 
 class FedAvg(Method):
@@ -175,12 +219,6 @@ class FedAvg(Method):
     )
 
 
-def owned_parameters(model: Classifier, rules: Rules, *owners: Owner) -> list[nn.Parameter]:
-    """The parameters whose owner is one of `owners`, in the model's order."""
-    chosen = set(rules.names(*owners))
-    return [parameter for name, parameter in model.named_parameters() if name in chosen]
-
-
 class ServerSide:
     """A method bound to its model: what the round loop talks to.
 
@@ -195,9 +233,10 @@ class ServerSide:
         self.rules = method.rules(model)
         shared = self.rules.pick(model.state_dict(), Owner.SHARED)
         self.initial_state = {name: plain_copy(tensor) for name, tensor in shared.items()}
-        self.statistic_shapes = method.statistic_shapes(model, image_size)
-        self._schema = {name: Spec.of(t) for name, t in named("state", self.initial_state).items()}
-        self._schema |= {f"statistic/{n}": Spec(tuple(s)) for n, s in self.statistic_shapes.items()}
+        self._model, self._image_size = model, image_size
+        self._shapes: dict[str, Mapping[str, Sequence[int]]] = {}
+        self._schemas: dict[str, Schema] = {}
+        self.statistic_shapes(TRAIN)  # whatever is wrong with the model shows here
 
     @property
     def individual(self) -> bool:
@@ -206,8 +245,8 @@ class ServerSide:
 
     @property
     def statistic_elements(self) -> int:
-        """Numbers that one client sends besides state in a round."""
-        return sum(math.prod(shape) for shape in self.statistic_shapes.values())
+        """Numbers that one client sends at most besides state when it trains."""
+        return sum(math.prod(shape) for shape in self.statistic_shapes(TRAIN).values())
 
     @property
     def shared_elements(self) -> int:
@@ -218,9 +257,21 @@ class ServerSide:
         """The exchanges of a round."""
         return self.method.phases(round)
 
+    def statistic_shapes(self, phase: str) -> Mapping[str, Sequence[int]]:
+        """What travels to the server besides state in `phase`."""
+        if phase not in self._shapes:
+            self._shapes[phase] = self.method.statistic_shapes(self._model, self._image_size, phase)
+        return self._shapes[phase]
+
     def reply_schema(self, phase: str) -> Schema:
-        """Every shared entry and every statistic, nothing else."""
-        return self._schema
+        """Every shared entry where state is sent, and the statistics; nothing else."""
+        if phase not in self._schemas:
+            state = self.initial_state if self.method.sends_state(phase) else {}
+            required = not self.method.optional_statistics
+            self._schemas[phase] = {name: Spec.of(tensor) for name, tensor in named("state", state).items()} | {
+                f"statistic/{n}": Spec(tuple(s), required=required) for n, s in self.statistic_shapes(phase).items()
+            }
+        return self._schemas[phase]
 
     def outgoing(self, server: Server, client: str, phase: str) -> Mapping[str, Tensor]:
         """Shared state and the method's targets; anything local raises `BadMessage`."""

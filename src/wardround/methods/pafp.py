@@ -23,7 +23,7 @@ from wardround.methods.alignment import (
 )
 from wardround.methods.alignment_sites import Watch, gradient_ratio, watching
 from wardround.methods.alignment_target import Variance, distances, move_target, target_of, with_squares
-from wardround.methods.base import Method, owned_parameters
+from wardround.methods.base import Method
 from wardround.methods.insertion import insertion_cost
 from wardround.models.classifier import Classifier
 from wardround.models.feature_alignment import Statistic, Variant, insert_alignment
@@ -92,12 +92,12 @@ class PAFP(Method):
         """FedAvg's, with the FA modules local."""
         return super().rules(model).local(model.before)
 
-    def statistic_shapes(self, model: Classifier, image_size: int) -> Mapping[str, Sequence[int]]:
+    def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         """`l/mean` and `l/var` for every site l."""
         shapes = [moment_shape(site, self.reduce) for site in model.site_shapes(image_size)]
         return {f"{site}/{part}": shape for site, shape in enumerate(shapes) for part in ("mean", "var")}
 
-    def cautions(self, examples: Mapping[str, int]) -> list[str]:
+    def cautions(self, model: Classifier, examples: Mapping[str, int]) -> list[str]:
         """Per-element moments over few images can identify them."""
         few = {name: n for name, n in examples.items() if 0 < n < FEW_IMAGES}
         if self.reduce != "element" or not few:
@@ -126,7 +126,7 @@ class PAFP(Method):
     def two_groups(self, client: Client, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         """`parameters` as phi and theta_k apart, the latter with their learning rate; no empty group."""
         rate = client.rate(client.options.lr if self.lr_local is None else self.lr_local)
-        local = {id(p) for p in owned_parameters(client.model, self.rules(client.model), Owner.LOCAL)}
+        local = {id(p) for p in client.owned(Owner.LOCAL)}
         groups: list[dict[str, Any]] = [
             {"params": [p for p in parameters if id(p) not in local]},
             {"params": [p for p in parameters if id(p) in local], "lr": rate},

@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wardround.federation.rules import Owner
-from wardround.methods.base import owned_parameters
 from wardround.methods.pafp import PAFP
 from wardround.training.client import Client, Step
 
@@ -49,7 +48,7 @@ class PAFPAlt(PAFP):
         owners = {Owner.LOCAL} if turn else {Owner.SHARED}
         if self.schedule == "additive":
             owners |= {Owner.SHARED}
-        chosen = owned_parameters(client.model, self.rules(client.model), *owners)
+        chosen = client.owned(*owners)
         if self.head_always and client.model.local_head and not turn:
             chosen += list(client.model.head.parameters())
         return chosen
@@ -77,8 +76,7 @@ class PAFPAlt(PAFP):
         task.backward(retain_graph=pull is not None)  # type: ignore[no-untyped-call]
         if pull is None:
             return task
-        rules = self.rules(step.client.model)
-        local = [p for p in owned_parameters(step.client.model, rules, Owner.LOCAL) if p.requires_grad]
+        local = [p for p in step.client.owned(Owner.LOCAL) if p.requires_grad]
         for parameter, gradient in zip(local, torch.autograd.grad(pull, local, allow_unused=True), strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

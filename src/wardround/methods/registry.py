@@ -10,12 +10,18 @@ from pydantic import ValidationError
 
 from wardround.errors import InputError, suggestion
 from wardround.methods.base import FedAvg, Method
+from wardround.methods.fedbn import FedBN
+from wardround.methods.fedper import FedPer
+from wardround.methods.fedprox import FedProx
+from wardround.methods.fedrep import FedRep
 from wardround.methods.isolated import Isolated
 from wardround.methods.pafp import PAFP
 from wardround.methods.pafp_alt import PAFPAlt
 from wardround.options import explain
 
-METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Isolated, FedAvg, PAFP, PAFPAlt)}
+METHODS: dict[str, type[Method]] = {
+    kind.name: kind for kind in (Isolated, FedAvg, FedProx, FedBN, FedPer, FedRep, PAFP, PAFPAlt)
+}
 
 # Names that the literature uses for a method together with a setting of another section.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -38,7 +38,7 @@ class Classifier(nn.Module):
     """A backbone whose last blocks train, with a linear head.
 
     uint8 images -> `prepare` -> `prefix` -> **h** -> (`before[i]`, `tuned[i]`) for each tuned block ->
-    pooling -> dropout -> `head` -> `corrector`. The prefix never changes, so h can be computed once and kept:
+    pooling -> `neck` -> dropout -> `head` -> `corrector`. The prefix never changes, so h can be computed once and kept:
     `forward` and `features` start from h. The backbone's blocks are taken over, not copied.
 
     `finetune_blocks` counts from the end; "all" freezes nothing, 0 trains the head alone. `dropout=None` takes the
@@ -48,8 +48,10 @@ class Classifier(nn.Module):
         frozen: the blocks that stay as they were pretrained.
         tuned: the blocks that train.
         before: one module before each tuned block; the identity, until a method puts something there.
+        neck: on the pooled features; the identity, until a method puts something there.
         head: `(B, features)` to `(B, classes)`.
         corrector: on the logits; the identity or a LogitCorrector.
+        extras: what a method keeps beside the network, by name; empty, until a method puts something there.
         local_head: whether the head is meant to stay at its client; methods' rules ask.
         name: the backbone's.
     """
@@ -73,10 +75,12 @@ class Classifier(nn.Module):
         self.before = nn.ModuleList(nn.Identity() for _ in backbone.blocks[cut:])
         self.tuned = nn.ModuleList(backbone.blocks[cut:])
         self.pool = backbone.pool
+        self.neck: nn.Module = nn.Identity()
         self.dropout = nn.Dropout(backbone.dropout if dropout is None else dropout)
         self.head = nn.Linear(backbone.features, classes)
         self.local_head = local_head
         self.corrector: nn.Module = nn.Identity() if corrector is None else corrector
+        self.extras = nn.ModuleDict()
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 images `(B, H, W, C)` to normalised float32 `(B, channels, H, W)`."""
@@ -90,10 +94,10 @@ class Classifier(nn.Module):
         return h
 
     def features(self, h: Tensor) -> Tensor:
-        """h to pooled features `(B, features)`."""
+        """h to pooled features `(B, features)`, as the head takes them."""
         for before, block in zip(self.before, self.tuned, strict=True):
             h = block(before(h))
-        pooled: Tensor = self.pool(h)
+        pooled: Tensor = self.neck(self.pool(h))
         return pooled
 
     def classify(self, features: Tensor) -> Tensor:

@@ -15,8 +15,14 @@ def shuffled_batches(count: int, size: int, generator: torch.Generator) -> Itera
     batch before it, unless all batches are of one; a client with one image gets that one.
     """
     order = torch.randperm(count, generator=generator)
+    starts = batch_starts(count, size)
+    for start, end in zip(starts, [*starts[1:], count], strict=False):  # no image, no batch
+        yield order[start:end]
+
+
+def batch_starts(count: int, size: int) -> list[int]:
+    """Where each batch of an epoch over `count` images begins; see `shuffled_batches`."""
     starts = list(range(0, count, size))
     if size > 1 and len(starts) > 1 and count - starts[-1] == 1:
         starts.pop()
-    for start, end in zip(starts, [*starts[1:], count], strict=False):  # no image, no batch
-        yield order[start:end]
+    return starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wardround import seeds
+from wardround.federation.rules import Owner, Rules
 from wardround.models.classifier import Classifier
 from wardround.training.arithmetic import arithmetic
-from wardround.training.batches import shuffled_batches
+from wardround.training.batches import batch_starts, shuffled_batches
 from wardround.training.inputs import Inputs
 from wardround.training.losses import TaskLoss, task_loss
 from wardround.training.options import TrainingOptions
@@ -29,6 +31,7 @@ class Client:
         round: counted from 1.
         seed: the experiment's seed.
         model: holds the received shared state and the client's own local state; training changes it in place.
+        rules: who owns each entry of the model.
         inputs: the training inputs.
         labels: their labels, int64 `(N,)`.
         counts: training images per class, `(C,)`, of the whole training split.
@@ -37,12 +40,15 @@ class Client:
         memory: tensors that the method keeps at this client between rounds; they never travel.
         log: numbers for the report, sent with the reply.
         scratch: whatever the method needs until the end of this round.
+        phase: the exchange of the round that is going on.
+        fits: how often the model has been trained in this exchange.
     """
 
     name: str
     round: int
     seed: int
     model: Classifier
+    rules: Rules
     inputs: Inputs
     labels: Tensor
     counts: Tensor
@@ -51,6 +57,8 @@ class Client:
     memory: dict[str, Tensor] = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
+    phase: str = "train"
+    fits: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,6 +89,10 @@ class Client:
                 yield Step(self, number, inputs, self.labels.index_select(0, rows).to(self.device))
                 number += 1
 
+    def batches(self, epochs: int) -> int:
+        """How many steps `steps(epochs)` has."""
+        return epochs * len(batch_starts(len(self), self.options.batch_size))
+
     def rate(self, lr: float) -> float:
         """The learning rate `lr` after this round's decay."""
         return lr * self.options.lr_decay ** (self.round - 1)
@@ -92,6 +104,33 @@ class Client:
         if options.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=options.momentum, **common)
         return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(groups, **common)
+
+    def owned(self, *owners: Owner) -> list[nn.Parameter]:
+        """The model's parameters that belong to any of `owners`, in its order."""
+        return self.rules.parameters(self.model, *owners)
+
+    def snapshot(self, *owners: Owner) -> dict[str, Tensor]:
+        """Copies of the model's entries that belong to any of `owners`; by default of all that are not frozen."""
+        chosen = self.rules.pick(self.model.state_dict(), *(owners or (Owner.SHARED, Owner.LOCAL)))
+        return {name: tensor.clone() for name, tensor in chosen.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the entries of `state` into the model."""
+        entries = self.model.state_dict()
+        for name, tensor in state.items():
+            entries[name].copy_(tensor)
+
+    def reference(self, state: Mapping[str, Tensor] | None = None) -> Classifier:
+        """Another network like the model as it is now, in eval mode and without gradients; frozen blocks are shared.
+
+        Args:
+            state: entries that have other values there, as `snapshot` gives them.
+        """
+        twin = copy.deepcopy(self.model, {id(self.model.frozen): self.model.frozen})
+        if state is not None:
+            twin.load_state_dict(state, strict=False)
+        return twin.requires_grad_(False).eval()
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """The way in which the trained blocks compute."""
@@ -115,13 +154,29 @@ class Step:
     labels: Tensor
 
     @cached_property
+    def features(self) -> Tensor:
+        """The pooled features `(B, features)`, float32. Asked for before the logits, they are computed once for both."""
+        with self.client.arithmetic():
+            return self.client.model.features(self.inputs).float()
+
+    @cached_property
     def logits(self) -> Tensor:
         """The model's logits `(B, C)`, float32, computed when first asked for."""
-        with self.client.arithmetic():
-            logits: Tensor = self.client.model(self.inputs)
+        model = self.client.model
+        if "features" in self.__dict__:
+            return model.classify(self.features)
+        with self.client.arithmetic():  # the model as a whole, since that is what may have been compiled
+            logits: Tensor = model(self.inputs)
         return logits.float()
 
     @property
     def task_loss(self) -> Tensor:
         """The task loss of this batch, a scalar."""
         return self.client.task_loss(self.logits, self.labels)
+
+    def split(self, parts: int) -> list[Step]:
+        """This batch as `parts` smaller ones of nearly equal size; with fewer images than that, the batch each time."""
+        if len(self.labels) < parts:
+            return [Step(self.client, self.number, self.inputs, self.labels) for _ in range(parts)]
+        halves = zip(self.inputs.tensor_split(parts), self.labels.tensor_split(parts), strict=True)
+        return [Step(self.client, self.number, inputs, labels) for inputs, labels in halves]

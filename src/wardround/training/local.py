@@ -26,33 +26,31 @@ def fit(
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     backward: Backward,
-    epochs: int,
+    steps: Iterable[Step],
     fixed_statistics: bool = True,
 ) -> float:
-    """Train `parameters` for `epochs` passes over the client's images; everything else stays as it is.
+    """Train `parameters` on the batches of `steps`; everything else stays as it is.
 
     Args:
         client: its model is changed in place.
         parameters: of `client.model`.
         optimizer: of these parameters.
         backward: a method's gradients.
-        epochs: passes over the training images.
+        steps: each is taken once.
         fixed_statistics: see `only_training`.
 
     Returns:
-        The mean loss over the steps; NaN without images.
+        The mean loss over the steps; NaN without any.
     """
-    if not len(client):
-        return float("nan")
     losses = []
     with only_training(client.model, parameters, fixed_statistics), dropout_stream(client):
-        for step in client.steps(epochs):
+        for step in steps:
             with single_image_statistics(client.model, len(step.labels)):
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(backward(step).detach())
             clip_gradients(optimizer, client.options.clip_norm)
             optimizer.step()
-    return float(torch.stack(losses).mean())
+    return float(torch.stack(losses).mean()) if losses else float("nan")
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float | None) -> None:
@@ -101,8 +99,10 @@ def stands_still(model: nn.Module, name: str) -> bool:
 
 @contextmanager
 def dropout_stream(client: Client) -> Iterator[None]:
-    """Draw dropout masks from this client's own stream."""
-    with seeds.torch_scope(client.seed, "dropout", client.round, client.name):
+    """Draw dropout masks from this client's own stream, another one each time that it trains in a round."""
+    purpose = f"dropout {client.fits}" if client.fits else "dropout"
+    client.fits += 1
+    with seeds.torch_scope(client.seed, purpose, client.round, client.name):
         yield
 
 
