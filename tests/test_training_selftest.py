@@ -56,7 +56,7 @@ def test_the_faster_setting_is_picked(clock: dict[str, Any]) -> None:
 
 
 def test_a_setting_must_be_clearly_faster(clock: dict[str, Any]) -> None:
-    clock["seconds"] = {"channels_last": 0.96, "shifts": 0.97, "pointwise-bfloat16": 0.96, "bfloat16": 1.5, "on": 0.99}
+    clock["seconds"] = {"channels_last": 0.96, "shifts": 0.97, "pointwise-bfloat16": 0.96, "bfloat16": 1.5, "on": 1.03}
     found = choose_arithmetic(mobile(), TrainingOptions(**AUTO), 32, CPU, None)
     assert chosen(found) == ("contiguous", "library", "float32", "off")
 
@@ -70,6 +70,19 @@ def test_settings_are_tried_on_top_of_those_chosen_before(clock: dict[str, Any])
         ("channels_last", "library", "float32", "off"),
         ("channels_last", "shifts", "float32", "off"),
     ]
+
+
+def test_a_compiled_network_is_tried_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, channels_last wins; compiled, contiguous with shifts is the fastest of all."""
+
+    def seconds(model: Classifier, options: TrainingOptions, *_: Any) -> float:
+        if options.compile == "off":
+            return 0.7 if options.memory_format == "channels_last" else 1.0
+        return 0.5 if (options.memory_format, options.depthwise) == ("contiguous", "shifts") else 0.8
+
+    monkeypatch.setattr(selftest, "seconds_a_step", seconds)
+    found = choose_arithmetic(mobile(), TrainingOptions(**AUTO), 32, CPU, None)
+    assert chosen(found) == ("contiguous", "shifts", "float32", "on")
 
 
 def test_what_is_decided_is_not_measured(clock: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from wardround.training.options import TrainingOptions
 STEPS, SECONDS = 3, 0.15  # a setting takes at least so many steps, and so long
 MARGIN = 0.95  # a setting replaces the plain one only if it is at least 5 % faster
 
-# Each key that may be `auto`, with its plain setting first. They are decided one after the other, in this order.
+# Each key that may be `auto`, with its plain setting first. They are decided one after the other, in this order; but
+# what a compiler makes fast it makes fast together, so `compile` is tried with every layout that is open.
 CHOICES = {
     "memory_format": ("contiguous", "channels_last"),
     "depthwise": ("library", "shifts"),
@@ -72,17 +74,27 @@ def _answers(known: object, undecided: list[str]) -> bool:
 def _decide(
     model: Classifier, options: TrainingOptions, image_size: int, device: torch.device, undecided: list[str]
 ) -> dict[str, str]:
+    def seconds(changes: Mapping[str, str]) -> float:
+        return seconds_a_step(model, options.model_copy(update=plain | chosen | dict(changes)), image_size, device)
+
     chosen: dict[str, str] = {}
     plain = {key: CHOICES[key][0] for key in undecided}
     for key in undecided:
-        times = {}
-        for setting in CHOICES[key]:
-            trial = options.model_copy(update=plain | chosen | {key: setting})
-            times[setting] = seconds_a_step(model, trial, image_size, device)
-        first, *others = CHOICES[key]
-        best = min(others, key=lambda setting: times[setting])
-        chosen[key] = best if times[best] < MARGIN * times[first] else first
+        first = {key: CHOICES[key][0]}
+        others = [{key: setting} for setting in CHOICES[key][1:]]
+        if key == "compile":
+            others = _layouts(undecided)
+        times = [seconds(first), *map(seconds, others)]
+        best = min(times[1:])
+        chosen |= others[times.index(best, 1) - 1] if best < MARGIN * times[0] else first
     return chosen
+
+
+def _layouts(undecided: Sequence[str]) -> list[dict[str, str]]:
+    """Every way to lay out a compiled network that is open."""
+    keys = [key for key in ("memory_format", "depthwise") if key in undecided]
+    settings = itertools.product(*(CHOICES[key] for key in keys))
+    return [dict(zip(keys, values, strict=True)) | {"compile": "on"} for values in settings]
 
 
 def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> float:
@@ -90,6 +102,8 @@ def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int,
 
     One thread of a processor is timed by its own clock, which stands still while others use the processor.
     """
+    if options.compile == "on":
+        torch.compiler.reset()  # its cache counts the networks measured before as variants of this one
     trial = copy.deepcopy(model).to(memory_format=layout(options))
     images = torch.randint(0, 256, (options.batch_size, image_size, image_size, model.channels), dtype=torch.uint8)
     inputs = trial.prefix(trial.prepare(images.to(device)))
