@@ -13,12 +13,13 @@ from wardround.errors import InputError, RunError, suggestion
 from wardround.evaluation.predictions import read_predictions
 from wardround.evaluation.results import merge_results
 from wardround.evaluation.significance import compare_methods
+from wardround.federation.files import write_atomically
 from wardround.report.images import save_samples
 from wardround.run_folder import write_json
 from wardround.run_queue import RunQueue, Watcher, parallel
 from wardround.systems import System
 
-COMPARISON = "comparison.json"
+COMPARISON, COMMAND = "comparison.json", "command.txt"
 
 
 def compare(
@@ -29,6 +30,7 @@ def compare(
     workers: int | None = None,
     reference: str | None = None,
     before: Callable[[], None] | None = None,
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Run every system with every seed, several at once, then write what the results say.
 
@@ -42,6 +44,7 @@ def compare(
         workers: how many runs at once; None for one a core. A single run uses what is left over.
         reference: label of the system that the others are compared with; None for the best.
         before: called once nothing is wrong with the input, before the first run.
+        command: what was typed, to be kept with the results.
 
     Returns:
         `comparison.json`.
@@ -58,6 +61,8 @@ def compare(
         systems = [queue.settle(system, seeds) for system in systems]
         _check_same_tests(systems, lambda system: queue.federation(system, seeds[0]))
         _make_folder(out)
+        if command is not None:
+            write_atomically(out / COMMAND, f"{command}\n".encode(), durable=False)
         if before is not None:
             before()
         for seed in seeds:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,28 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions and machine, for a reader who compares two runs."""
     return {
         "wardround": __version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": cores(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
     }
+
+
+def commit() -> str | None:
+    """The commit of the source that runs, marked where it has been changed since; None for an installed package."""
+    here = Path(__file__).parent
+    try:
+        tracked = _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
+        return _git(here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    found = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=True, timeout=10)
+    return found.stdout.strip()
 
 
 def cores() -> int:
