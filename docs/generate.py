@@ -1,4 +1,4 @@
-"""Write docs/experiment-file.md from the option classes themselves, so that it cannot fall behind them.
+"""Write docs/experiment-file.md and docs/method-list.md from the classes themselves, so that they cannot fall behind.
 
 python docs/generate.py
 """
@@ -10,15 +10,36 @@ from typing import Any
 
 from wardround.config import Experiment
 from wardround.keys import describe_keys
+from wardround.methods.describing import describe_methods
 from wardround.methods.registry import METHODS
 
-TARGET = Path(__file__).with_name("experiment-file.md")
+HERE = Path(__file__).parent
 HEAD = """# The experiment file
 
 TOML. Every key has a default. Any key can be set on the command line, as `--set training.lr=0.05`. The word `none`
 unsets a key that may be unset. Relative paths start from the file's folder. This page is written from the code by
 `docs/generate.py`; `wardround keys` prints the same.
 """
+
+LIST_HEAD = """# The methods
+
+What travels between clients and server, what stays at a client, what a round costs beyond federated averaging, and
+which differences between clients a method was made for. This page is written from the code by `docs/generate.py`;
+`wardround methods` prints the same, and `wardround methods NAME` adds the equations and the keys.
+"""
+FIELDS = {"travels": "travels", "stays": "stays", "extra_cost": "extra cost", "skews": "made for"}
+
+
+def method_page() -> str:
+    """The whole list: a section a method."""
+    return "\n".join([LIST_HEAD, *(method_section(one) for one in describe_methods() if "preset" not in one)])
+
+
+def method_section(one: dict[str, Any]) -> str:
+    """One method: title, citation, and what it says of itself."""
+    said = {words: one[field] for field, words in FIELDS.items() if one[field]}
+    lines = [f"- {w}: {', '.join(v) + ' skew' if isinstance(v, list) else v}" for w, v in said.items()]
+    return "\n".join([f"## `{one['name']}`", "", f"{one['title']}. {one['citation']}", "", *lines, ""])
 
 
 def experiment_page() -> str:
@@ -56,5 +77,8 @@ def shown(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+PAGES = {"experiment-file.md": experiment_page, "method-list.md": method_page}
+
 if __name__ == "__main__":
-    TARGET.write_text(experiment_page(), encoding="utf-8")
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page(), encoding="utf-8")

@@ -103,12 +103,17 @@ class MeanMethod:
 
     names: Sequence[str] = ("train",)
     individual: bool = False
+    closing: Sequence[str] = ()
     asked: list[tuple[str, str]] = field(default_factory=list)
     seen: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def phases(self, round: int) -> Sequence[str]:
         """The given ones."""
         return self.names
+
+    def closing_phases(self) -> Sequence[str]:
+        """The given ones."""
+        return self.closing
 
     def reply_schema(self, phase: str) -> Schema:
         """One weight of two numbers."""

@@ -61,8 +61,8 @@ class RoundLoop:
     best: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
-        """Tell the server how large the federation is."""
-        self.server.clients = len(self.clients)
+        """Tell the server how large the federation is, and the seed."""
+        self.server.clients, self.server.seed = len(self.clients), self.seed
 
     def run(self) -> None:
         """Do the rounds that are left, then evaluate the server's final model at every client.
@@ -70,6 +70,7 @@ class RoundLoop:
         Raises:
             RunError: a round lost its quorum, a worker died or a checkpoint could not be written.
         """
+        self.server.rounds = self.rounds
         while self.server.round < self.rounds:
             self._round(self.server.round + 1)
         if self.options.evaluate_server:
@@ -91,7 +92,8 @@ class RoundLoop:
         self.server.log = {}
         self._tell("round_started", round, clients)
         scores: list[float] = []
-        for phase in self.method.phases(round):
+        closing = self.method.closing_phases() if round == self.rounds else ()
+        for phase in (*self.method.phases(round), *closing):
             scalars = self._instructions(round, phase)
             replies = self._exchange(round, phase, clients, scalars, scores)
             self.method.combine(self.server, phase, replies)

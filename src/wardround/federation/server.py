@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,6 +21,8 @@ class Server:
         round: the last round that is complete; 0 before the first.
         log: numbers of the current round for the report; emptied every round.
         clients: how many clients the federation has, whether or not they take part in a round.
+        rounds: how many rounds the run has; what goes on after a finished run has more than before.
+        seed: the experiment's, for draws of the server's own.
     """
 
     state: dict[str, Tensor]
@@ -28,10 +30,12 @@ class Server:
     round: int = 0
     log: dict[str, float] = field(default_factory=dict)
     clients: int = 0
+    rounds: int = 0
+    seed: int = 0
 
     def snapshot(self) -> Server:
         """The server as it is now, whatever entries are replaced later; tensors must not be changed in place."""
-        return Server(dict(self.state), dict(self.memory), self.round, clients=self.clients)
+        return replace(self, state=dict(self.state), memory=dict(self.memory), log={})
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class ServerHalf(Protocol):
 
     def phases(self, round: int) -> Sequence[str]:
         """The exchanges of a round, in order. Most methods have one, `train`, which every round has once."""
+
+    def closing_phases(self) -> Sequence[str]:
+        """The exchanges that follow those of the last round, with its clients. Most methods have none."""
 
     def reply_schema(self, phase: str) -> Schema:
         """What tensors a reply holds."""

@@ -18,6 +18,7 @@ The hooks, by the question that each answers:
 | `personalise`      | what makes the personal model of what training left?            | client |
 | `predict`, `predict_received` | how is a prediction made, by the personal and the server's model? | client |
 | `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
+| `closing_phases`   | which exchanges follow the last round?                         | both   |
 | `state_for`, `targets` | what does the server send?                                  | server |
 | `weight`, `move`, `digest`, `absorb` | how are replies averaged, and what follows?   | server |
 
@@ -98,6 +99,10 @@ class Method(Options):
     def phases(self, round: int) -> Sequence[str]:
         """The exchanges of a round: `train`, once, and what comes before and after."""
         return (TRAIN,)
+
+    def closing_phases(self) -> Sequence[str]:
+        """The exchanges that follow the last round's, with the same clients. Default: none."""
+        return ()
 
     def sends_state(self, phase: str) -> bool:
         """Whether clients send the shared state in `phase`. Default: always."""
@@ -256,6 +261,10 @@ class ServerSide:
     def phases(self, round: int) -> Sequence[str]:
         """The exchanges of a round."""
         return self.method.phases(round)
+
+    def closing_phases(self) -> Sequence[str]:
+        """The exchanges that follow the last round's."""
+        return self.method.closing_phases()
 
     def statistic_shapes(self, phase: str) -> Mapping[str, Sequence[int]]:
         """What travels to the server besides state in `phase`."""

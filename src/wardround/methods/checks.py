@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wardround.federation.messages import Message
+from wardround.federation.rounds import TRAIN
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply
 from wardround.methods.trial import CLASSES, CLIENTS, Bench, State, Trial, Visit
@@ -89,11 +90,11 @@ def check_wire(bench: Bench) -> None:
     for visit in bench.trial.visits():
         _none(visit.down.under("state").keys() - shared, "sent to clients and not shared")
         _none(visit.down.under("target").keys() - targets, "sent to clients and not announced by target_shapes")
-        _require(visit.up.under("state").keys() == shared, "a reply's state is not exactly the shared entries")
-        _require(
-            visit.up.under("statistic").keys() == side.statistic_shapes("train").keys(),
-            "statistics are not those announced",
-        )
+        expected = shared if bench.method.sends_state(visit.phase) else set()
+        _require(visit.up.under("state").keys() == expected, "a reply's state is not exactly the shared entries")
+        sent, announced = visit.up.under("statistic").keys(), side.statistic_shapes(visit.phase).keys()
+        right = sent <= announced if bench.method.optional_statistics else sent == announced
+        _require(right, "statistics are not those announced")
     _check_contents(bench)
 
 
@@ -164,7 +165,8 @@ def check_one_client(bench: Bench) -> str | None:
     if not bench.rules.names(Owner.SHARED):
         return "nothing is shared"
     trial = Trial(bench.method, bench.network, ["large"]).run(bench.rounds)
-    for round, (visit, server) in enumerate(zip(trial.visits(), trial.history.servers[1:], strict=True), 1):
+    visits = [visit for visit in trial.visits() if visit.phase == TRAIN]
+    for round, (visit, server) in enumerate(zip(visits, trial.history.servers[1:], strict=True), 1):
         sent = visit.up.under("state")
         _none(
             [n for n, t in server.items() if not torch.equal(t, sent[n])], f"not the only client's own in round {round}"
@@ -233,7 +235,7 @@ def check_empty_client(bench: Bench) -> None:
         _require(visit.up.scalars["examples"] == 0, "a client without images claims to have some")
         _none(visit.changed, "changed by a client without images")
         sent, received = visit.up.under("state"), visit.down.under("state")
-        _none([n for n in received if not torch.equal(sent[n], received[n])], "changed by a client without images")
+        _none([n for n in sent if not torch.equal(sent[n], received[n])], "changed by a client without images")
     without = Trial(bench.method, bench.network, [name for name in CLIENTS if name != "empty"]).run(bench.rounds)
     for ours, theirs in zip(bench.trial.history.servers, without.history.servers, strict=True):
         moved = [n for n in ours if not torch.equal(ours[n], theirs[n])]

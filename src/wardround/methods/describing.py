@@ -8,7 +8,7 @@ from typing import Any
 from wardround.errors import InputError, suggestion
 from wardround.keys import describe_keys
 from wardround.methods.base import Method
-from wardround.methods.registry import METHODS, PRESETS
+from wardround.methods.registry import METHODS, PRESETS, kind_of
 
 
 def describe_methods() -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def describe_method(name: str) -> dict[str, Any]:
-    """One method with its docstring and its keys.
+    """One method with its docstring and its keys; `NAME+ccvr` is one too.
 
     Raises:
         InputError: there is no such method.
@@ -25,9 +25,9 @@ def describe_method(name: str) -> dict[str, Any]:
     plain = name.lower()
     if plain in PRESETS:
         return {**describe_method(PRESETS[plain]["method.name"]), **_preset(plain)}
-    if plain not in METHODS:
+    kind = kind_of(plain)
+    if kind is None:
         raise InputError(f"there is no method {name!r}{suggestion(plain, [*METHODS, *PRESETS])}")
-    kind = METHODS[plain]
     return {**_about(kind), "text": inspect.getdoc(kind) or "", "keys": describe_keys(kind)}
 
 

@@ -21,6 +21,8 @@ def squared_distance(parameters: Sequence[nn.Parameter], start: Sequence[Tensor]
         parameters: w.
         start: w_0, as `anchors` gives them.
     """
+    if not parameters:
+        return torch.zeros(())
     distance: Tensor = _SquaredDistance.apply(start, *parameters)
     return distance
 

@@ -10,24 +10,53 @@ from pydantic import ValidationError
 
 from wardround.errors import InputError, suggestion
 from wardround.methods.base import FedAvg, Method
+from wardround.methods.ccvr import CCVR, ccvr_on
+from wardround.methods.dbe import DBE
+from wardround.methods.ditto import Ditto
+from wardround.methods.fdse import FDSE
 from wardround.methods.fedbn import FedBN
+from wardround.methods.fedco2 import FedCO2
+from wardround.methods.fedhealth import FedHealth
+from wardround.methods.fedlc import FedLC
 from wardround.methods.fedper import FedPer
+from wardround.methods.fedproto import FedProto
 from wardround.methods.fedprox import FedProx
 from wardround.methods.fedrep import FedRep
+from wardround.methods.fedrod import FedRoD
+from wardround.methods.finetune import FineTuning
 from wardround.methods.isolated import Isolated
+from wardround.methods.moon import MOON
 from wardround.methods.pafp import PAFP
 from wardround.methods.pafp_alt import PAFPAlt
+from wardround.methods.perfedavg import PerFedAvg
+from wardround.methods.scaffold import SCAFFOLD
 from wardround.options import explain
 
 METHODS: dict[str, type[Method]] = {
-    kind.name: kind for kind in (Isolated, FedAvg, FedProx, FedBN, FedPer, FedRep, PAFP, PAFPAlt)
+    kind.name: kind
+    for kind in (
+        *(Isolated, FedAvg, FineTuning, FedHealth),
+        *(FedProx, SCAFFOLD, MOON, FedLC, CCVR),
+        *(FedBN, FedPer, FedRep, FedProto, Ditto, PerFedAvg, FedRoD, DBE, FedCO2, FDSE),
+        *(PAFP, PAFPAlt),
+    )
 }
+
+ON_TOP = "+ccvr"
 
 # Names that the literature uses for a method together with a setting of another section.
 PRESETS: dict[str, dict[str, Any]] = {
     "ft-2b": {"method.name": "fedavg", "model.finetune_blocks": 2},
     "fedavg-ft": {"method.name": "fedavg", "model.finetune_blocks": "all"},
+    "ditto-ft": {"method.name": "ditto", "model.finetune_blocks": "all"},
+    "dbe-ft": {"method.name": "dbe", "model.finetune_blocks": "all"},
 }
+
+
+def kind_of(name: str) -> type[Method] | None:
+    """The class of a method: one of `METHODS`, or `NAME+ccvr` for that method with CCVR on top; None for no method."""
+    kind = METHODS.get(name.removesuffix(ON_TOP))
+    return ccvr_on(kind) if kind is not None and name.endswith(ON_TOP) else kind
 
 
 def method_from(section: Mapping[str, Any]) -> Method:
@@ -37,7 +66,7 @@ def method_from(section: Mapping[str, Any]) -> Method:
         InputError: no such method, an unknown key or a value that is not allowed.
     """
     name = section.get("name", "fedavg")
-    kind = METHODS.get(str(name))
+    kind = kind_of(str(name))
     if kind is None:
         raise InputError(f"method.name: there is no method {name!r}{_hint(str(name))}")
     try:

@@ -73,18 +73,19 @@ class Client:
         """`(logits (B, C), labels (B,)) -> scalar`, with class weights from this client's own labels."""
         return task_loss(self.options, self.counts.to(self.device))
 
-    def steps(self, epochs: int, purpose: str = "batches") -> Iterator[Step]:
+    def steps(self, epochs: int, purpose: str = "batches", batch_size: int | None = None) -> Iterator[Step]:
         """The steps of `epochs` passes over the training images, the same whichever worker takes them.
 
         Args:
             epochs: how many passes.
             purpose: another word gives another order, for a method that passes more than once a round.
+            batch_size: images in a batch; None for the configured number.
         """
         order = seeds.torch_stream(self.seed, purpose, self.round, self.name)
         augmentation = seeds.numpy_stream(self.seed, f"augment {purpose}", self.round, self.name)
         number = 0
         for _ in range(epochs):
-            for rows in shuffled_batches(len(self), self.options.batch_size, order):
+            for rows in shuffled_batches(len(self), batch_size or self.options.batch_size, order):
                 inputs = self.inputs.batch(rows, augmentation)
                 yield Step(self, number, inputs, self.labels.index_select(0, rows).to(self.device))
                 number += 1
@@ -155,7 +156,7 @@ class Step:
 
     @cached_property
     def features(self) -> Tensor:
-        """The pooled features `(B, features)`, float32. Asked for before the logits, they are computed once for both."""
+        """The pooled features `(B, features)`, float32. Asked for before the logits, they serve for both."""
         with self.client.arithmetic():
             return self.client.model.features(self.inputs).float()
 
