@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +144,8 @@ def compare_command(
     _tell("reading images, building the models")
     failure = None
     try:
-        compare(systems, range(config.seed, config.seed + seeds), folder, display, workers, reference, before)
+        chosen = range(config.seed, config.seed + seeds)
+        compare(systems, chosen, folder, display, workers, reference, before, shlex.join(["wardround", *sys.argv[1:]]))
     except RunError as error:
         failure = error
     finally:
@@ -153,21 +155,83 @@ def compare_command(
         raise failure
 
 
+@command("tune", "stopped; what is finished is kept, and the same command goes on")
+def tune_command(
+    experiment: ExperimentFile,
+    methods: Annotated[str, typer.Option(help="comma-separated methods, presets or variants")],
+    search: Annotated[
+        Literal["grid", "random"], typer.Option(help="every combination of [tune], or a draw of --budget")
+    ] = "grid",
+    budget: Annotated[
+        int | None, typer.Option(min=1, help="trials of each method; by default the size of the largest grid")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="of each trial; by default the experiment's own")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each trial, from the experiment's seed upwards")] = 1,
+    criterion: Annotated[
+        Literal["unweighted", "weighted"], typer.Option(help="mean over clients of validation balanced accuracy")
+    ] = "unweighted",
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="the folder; by default runs/<name>-tune")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="runs at once; by default one a core")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search every method's settings on validation images, with an equal budget, and write tuned.toml for `compare`.
+
+    Finished trials in the folder are kept; interrupted ones go on.
+    """
+    config = _load(experiment, overrides)
+    from wardround.display import CompareDisplay
+    from wardround.search_plan import Search
+    from wardround.tuning import TUNED, tune
+
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    folder = out or Path("runs") / f"{experiment.stem}-tune"
+    display = CompareDisplay(err_console)
+    _tell("reading images, building the models")
+    try:
+        record = tune(config, names, folder, display, Search(search, budget, seeds, rounds, criterion), workers)
+    finally:
+        display.close()
+    if as_json:
+        print(json.dumps(record))
+        return
+    _show_tuning(record)
+    _say(f"written: {folder / TUNED}; `wardround compare` it with --methods {','.join(record['methods'])}")
+
+
 @command("skew")
 def skew_command(
-    experiment: ExperimentFile,
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="EXPERIMENT.toml | FOLDER...", help="the experiment file; or runs or comparisons"),
+    ],
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="the folder; by default runs/<name>-skew")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="by default runs/<name>-skew, or <FOLDER>/skew of a single folder")
+    ] = None,
     estimator: Annotated[Literal["biased", "unbiased"], typer.Option(help="of the MMD")] = "biased",
     squared: Annotated[bool, typer.Option("--squared", help="report MMD squared")] = False,
     bandwidth: Annotated[Literal["global", "pair"], typer.Option(help="one for all pairs, or one a pair")] = "global",
-    permutations: Annotated[int, typer.Option(min=1, help="of each two-sample test")] = 500,
+    permutations: Annotated[int, typer.Option(min=1, help="of each two-sample test before training")] = 500,
     max_images: Annotated[int, typer.Option(min=2, help="of each client")] = 500,
+    model: Annotated[
+        Literal["personal", "server"], typer.Option(help="of runs: which of each client's models")
+    ] = "personal",
     as_json: AsJson = False,
 ) -> None:
-    """Say how the clients differ, before any training."""
-    config = _load(experiment, overrides)
+    """Say how the clients differ before any training, and which methods to try first.
+
+    Given folders of finished runs or comparisons: how far apart the clients' features are by the trained networks,
+    beside the network before training, on the same test images.
+    """
     choices = {"estimator": estimator, "squared": squared, "bandwidth": bandwidth}
+    if any(source.is_dir() for source in sources):
+        _trained_skew(sources, overrides, out, model, max_images, choices, as_json)
+        return
+    experiment, *more = sources
+    if more:
+        raise InputError(f"{more[0]}: one experiment file at a time; only folders of runs can be several")
+    config = _load(experiment, overrides)
     sizes = {"permutations": permutations, "max_images": max_images}
     folder = out or Path("runs") / f"{experiment.stem}-skew"
     found = _measure(config, folder, **choices, **sizes)
@@ -180,11 +244,49 @@ def skew_command(
     _say(f"written to {folder / 'skew.json'}")
 
 
+def _trained_skew(
+    sources: list[Path],
+    overrides: list[str] | None,
+    out: Path | None,
+    model: Literal["personal", "server"],
+    max_images: int,
+    choices: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """The part of `skew` for finished runs: measure, write, draw, print."""
+    if overrides:
+        raise InputError("--set: finished runs are measured as they were; it goes with an experiment file only")
+    from wardround.measuring_trained import measure_trained
+    from wardround.report.pictures import save_trained
+    from wardround.run_folder import write_json
+    from wardround.skew.mmd import Variant
+    from wardround.skew.trained import trained_text
+
+    folder = out or (sources[0] / "skew" if len(sources) == 1 else Path("runs") / f"{sources[0].name}-skew")
+    _tell("computing features of the trained networks")
+    found = measure_trained(sources, which=model, max_images=max_images, variant=Variant(**choices))
+    write_json(folder / "trained.json", found)
+    save_trained(folder / "trained.png", found)
+    if as_json:
+        print(json.dumps(found))
+        return
+    out_console.print(trained_text(found))
+    _say(f"written to {folder / 'trained.json'} and {folder / 'trained.png'}")
+
+
 @command("report")
 def report_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a run or a comparison")],
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="write the tables there instead, as Markdown")
+    ] = None,
 ) -> None:
-    """Write FOLDER/report.html anew."""
+    """Write FOLDER/report.html anew, or its tables as Markdown."""
+    if markdown is not None:
+        from wardround.report.markdown import write_markdown
+
+        _say(write_markdown(folder, markdown))
+        return
     from wardround.report.page import write_report
 
     _say(write_report(folder))
@@ -391,6 +493,15 @@ def _show_results(results: list[dict[str, Any]]) -> None:
 
     served = [result for result in results if result["global"]]
     print_tables(out_console, [results_table(results), *([results_table(served, model="global")] if served else [])])
+
+
+def _show_tuning(record: dict[str, Any]) -> None:
+    """Every method's best values, and what to know of them."""
+    from wardround.display import tuning_table
+
+    out_console.print(tuning_table(record))
+    for note in record["notes"]:
+        err_console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _say_findings(comparison: dict[str, Any]) -> None:

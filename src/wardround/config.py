@@ -41,6 +41,7 @@ _NOT_NUMBERS = (
     ("federation", "deadline"),
     ("methods",),
     ("variants",),
+    ("tune",),
 )
 
 
@@ -83,6 +84,10 @@ class Experiment(Options):
         default_factory=dict,
         description="`compare`: a label, and the keys that differ, as {method.name = ...}",
     )
+    tune: dict[str, Any] = Field(
+        default_factory=dict,
+        description="`tune`: lists of values to try, as [tune.training] lr = [0.01, 0.1] or, of a method, [tune.pafp]",
+    )
 
     def bound_method(self) -> Method:
         """The method that the `[method]` section describes.
@@ -117,7 +122,7 @@ class Experiment(Options):
             InputError: keys that do not exist, values that are not allowed; `where` begins the message.
         """
         name = changes.get("method.name", self.method.get("name", DEFAULT_METHOD))
-        tree = self.to_toml() | {"methods": {}, "variants": {}}
+        tree = self.to_toml() | {"methods": {}, "variants": {}, "tune": {}}
         try:
             apply(tree, {"method.name": name})
             apply(tree, {f"method.{key}": value for key, value in self.methods.get(str(name), {}).items()})
@@ -128,7 +133,7 @@ class Experiment(Options):
 
     def variant(self, label: str) -> dict[str, Any]:
         """What the section `[variants.LABEL]` changes, as dotted keys."""
-        return _dotted(self.variants[label])
+        return dotted(self.variants[label])
 
 
 def load_experiment(file: Path, overrides: Iterable[str] = ()) -> Experiment:
@@ -161,7 +166,7 @@ def _override(tree: dict[str, Any], overrides: Iterable[str], folder: Path) -> N
     try:
         apply(typed, dict(parse_override(text) for text in overrides))
         _resolve(typed, [Path(), folder])
-        apply(tree, _dotted(typed))
+        apply(tree, dotted(typed))
     except InputError as error:
         raise InputError(f"--set {error}") from error
 
@@ -233,7 +238,7 @@ def experiment_keys(section: str | None = None) -> list[dict[str, Any]]:
     Raises:
         InputError: there is no such section.
     """
-    every = [one for one in describe_keys(Experiment) if one["key"] not in ("method", "methods", "variants")]
+    every = [one for one in describe_keys(Experiment) if one["key"] not in ("method", "methods", "variants", "tune")]
     chosen = [one for one in every if section is None or f"{one['key']}.".startswith(f"{section}.")]
     if not chosen:
         known = {one["key"].rpartition(".")[0] for one in every} - {""}
@@ -243,7 +248,7 @@ def experiment_keys(section: str | None = None) -> list[dict[str, Any]]:
 
 def differences(ours: Experiment, theirs: Experiment) -> list[str]:
     """Keys that decide the numbers and differ, as `key: theirs -> ours`; what is `auto` in ours fits any choice."""
-    mine, other = (_dotted(e.complete().to_toml()) for e in (ours, theirs))
+    mine, other = (dotted(e.complete().to_toml()) for e in (ours, theirs))
     skipped = tuple(f"{'.'.join(path)}." for path in _NOT_NUMBERS)
     chosen = {f"training.{key}" for key in CHOICES if getattr(ours.training, key) == "auto"}
     keys = [key for key in mine.keys() | other.keys() if key not in chosen and not f"{key}.".startswith(skipped)]
@@ -272,12 +277,12 @@ def _drop(tree: dict[str, Any], path: tuple[str, ...]) -> None:
     tree.pop(path[-1], None)
 
 
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A tree of sections as one dictionary of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat |= _dotted(value, f"{prefix}{key}.")
+            flat |= dotted(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -55,6 +55,26 @@ def _print_table(console: Console, table: Table) -> None:
 def _width(console: Console, table: RichTable) -> int:
     """Columns of the terminal that a table wants."""
     return table.__rich_measure__(console, console.options.update(max_width=10_000)).maximum
+
+
+def tuning_table(record: Mapping[str, Any]) -> RichTable:
+    """The best values of every method in a search, as `tuning.json` has them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from wardround.search_plan import settings
+
+    drawn = Table(title=f"Best of at most {record['budget']} trials a method", title_style="bold")
+    for heading in ("method", "best values"):
+        drawn.add_column(heading, overflow="fold")
+    for heading in ("balanced accuracy on validation images", "trials"):
+        drawn.add_column(heading, justify="right")
+    for label, method in record["methods"].items():
+        best = method["best"]
+        spread = f" ± {100 * best['std']:.1f}" if len(record["seeds"]) > 1 else ""
+        values = Text("\n".join(settings(best["values"])))
+        drawn.add_row(Text(label), values, f"{100 * best['score']:.1f}{spread}", str(len(method["trials"])))
+    return drawn
 
 
 def in_words(seconds: float) -> str:
