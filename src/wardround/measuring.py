@@ -12,9 +12,11 @@ from wardround.config import Experiment
 from wardround.data import Federation, Samples
 from wardround.data.transforms import centre_crop
 from wardround.experiment import pick_device
+from wardround.methods.registry import METHODS
 from wardround.models.classifier import build_classifier
 from wardround.skew.analyse import analyse_skew
 from wardround.skew.mmd import Bandwidth, Estimator
+from wardround.skew.recommend import recommend
 
 BATCH = 64
 
@@ -31,6 +33,8 @@ def measure_skew(
 ) -> dict[str, Any]:
     """`skew.json`: labels, quantity, and the features of the backbone before any fine-tuning (PAFP, section V).
 
+    It ends with which methods to try first, of those that are registered.
+
     Args:
         experiment: its backbone and image size are used.
         federation: its images.
@@ -38,7 +42,7 @@ def measure_skew(
         permutations: of each two-sample test.
         estimator, squared, bandwidth: see `wardround.skew.mmd`.
     """
-    return analyse_skew(
+    found = analyse_skew(
         federation,
         backbone_features(experiment, len(federation.classes)),
         seed=experiment.seed,
@@ -48,6 +52,7 @@ def measure_skew(
         squared=squared,
         bandwidth=bandwidth,
     )
+    return found | {"recommendation": recommend(found, {name: kind.skews for name, kind in METHODS.items()})}
 
 
 def backbone_features(experiment: Experiment, classes: int) -> Callable[[Samples], np.ndarray]:

@@ -261,3 +261,19 @@ def skew(found: dict[str, Any], most: int) -> list[Figure]:
             heatmaps.pair_heatmap("concept disagreement", clients, disagreement),
         ),
     ]
+
+
+def trained(found: dict[str, Any], most: int) -> list[Figure]:
+    """Feature distances of the first `most` clients before and after training, method by method, on one scale."""
+    clients = found["clients"][:most]
+    maps = {
+        f"{system['label']}, {when} training": np.array(system[when], dtype=np.float64)[:most, :most]
+        for system in found["systems"]
+        for when in ("before", "after")
+    }
+    highest = max((float(np.nanmax(values, initial=0.0)) for values in maps.values()), default=0.0)
+    what = "maximum mean discrepancy of image features"
+    return [
+        Figure(label, heatmaps.pair_heatmap(f"{what} ({label})", clients, values, highest))
+        for label, values in maps.items()
+    ]

@@ -37,15 +37,19 @@ def mmd_heatmap(clients: Sequence[str], distances: Matrix) -> str:
     return pair_heatmap("maximum mean discrepancy of image features", clients, distances)
 
 
-def pair_heatmap(what: str, clients: Sequence[str], values: Matrix) -> str:
-    """`what` between every two clients `(clients, clients)`, NaN where unknown, as an inline SVG."""
+def pair_heatmap(what: str, clients: Sequence[str], values: Matrix, highest: float | None = None) -> str:
+    """`what` between every two clients `(clients, clients)`, NaN where unknown, as an inline SVG.
+
+    Its full colour stands for `highest`, by default the largest value.
+    """
     apart = np.where(np.eye(len(values), dtype=bool), np.nan, values)
     known = np.where(np.isfinite(apart), apart, -np.inf)
     i, j = (int(k) for k in np.unravel_index(int(known.argmax()), known.shape))
     words = f"The largest, {known[i, j]:.3f}, is between {clients[i]} and {clients[j]}."
     if not np.isfinite(known[i, j]):
         words = "No pair could be compared."
-    highest = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+    if highest is None:
+        highest = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     alternative = f"Heat map of the {what} between every two clients. {words}"
     return _heatmap(values, clients, clients, alternative, lambda value: f"{value:.2f}", highest)
 

@@ -91,6 +91,9 @@ def _federation(record: Record) -> dict[str, Any]:
         "skew": record.skew,
         "distances": figures.skew(record.skew, MOST_CLIENTS) if record.skew else [],
         "skew_p_values": sections.skew_p_values(record.skew) if record.skew else None,
+        "recommendation": record.skew.get("recommendation") if record.skew else None,
+        "trained": sections.trained(record.trained) if record.trained else None,
+        "trained_distances": figures.trained(record.trained, MOST_CLIENTS) if record.trained else [],
     }
 
 

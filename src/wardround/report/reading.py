@@ -124,6 +124,7 @@ class Record:
     Attributes:
         kind: "run" or "compare".
         samples: contact sheet by client.
+        command: what was typed to make a comparison.
     """
 
     folder: Path
@@ -132,7 +133,9 @@ class Record:
     systems: tuple[System, ...]
     comparison: dict[str, Any] | None = None
     skew: dict[str, Any] | None = None
+    trained: dict[str, Any] | None = None
     samples: dict[str, Path] = field(default_factory=dict)
+    command: str | None = None
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -188,7 +191,9 @@ def _record(folder: Path, kind: str, systems: tuple[System, ...]) -> Record:
         systems=systems,
         comparison=_optional_object(folder / "comparison.json"),
         skew=_optional_object(folder / "skew" / "skew.json"),
+        trained=_optional_object(folder / "skew" / "trained.json"),
         samples=next(filter(None, (_samples(home, roster) for home in homes)), {}),
+        command=typed.read_text(encoding="utf-8").strip() if (typed := folder / "command.txt").is_file() else None,
     )
 
 

@@ -187,6 +187,26 @@ def skew_p_values(skew: dict[str, Any]) -> Grid:
     return Grid(("client", *clients), rows, caption)
 
 
+def trained(found: dict[str, Any]) -> Grid:
+    """Mean distance between the clients' features before and after training, a row a method."""
+    rows = tuple(
+        (system["label"], *_change(system["change"]), *_change(system["same_labels_change"]))
+        for system in found["systems"]
+    )
+    headings = ("method", "before", "after", "nearer", "equal labels, before", "equal labels, after", "nearer")
+    caption = (
+        f"Mean MMD over pairs of clients, features of each client's {found['split']} images by its own network "
+        f"({found['model']} model); on the right at equal labels."
+    )
+    return Grid(headings, rows, caption)
+
+
+def _change(change: dict[str, Any]) -> tuple[str, str, str]:
+    """Mean before, mean after, and how many pairs came nearer."""
+    before, after = (MISSING if change[when] is None else f"{change[when]:.3f}" for when in ("before", "after"))
+    return before, after, f"{change['nearer']} of {change['pairs']} pairs"
+
+
 def communication(record: Record) -> Grid | None:
     """Bytes and elements, a row a method (mean over seeds)."""
     rows = []

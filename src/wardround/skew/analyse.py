@@ -30,6 +30,7 @@ from wardround.skew.mmd import (
     permutation_p_value,
     triangle_violations,
 )
+from wardround.skew.same_labels import Labels, same_label_matrix
 
 if TYPE_CHECKING:
     import rich.console
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 FeaturesOf = Callable[[Samples], Features]
 
 NOTES = (
-    "The MMD compares all features of two clients, so a difference in labels shows in it too.",
+    "The MMD compares all features of two clients, so a difference in labels shows in it too; the distance at "
+    "equal labels leaves that out.",
     "The p-values take images as independent and are not corrected for the number of pairs.",
     "Concept disagreement is an indication; compare it with the diagonal, which is chance within one client.",
 )
@@ -77,7 +79,7 @@ def analyse_skew(
         raise InputError(
             f"max_images must be at least 2 and permutations at least 1, found {max_images} and {permutations}"
         )
-    chosen = {name: _choose(federation, name, split, max_images, seed) for name in federation.names}
+    chosen = {name: choose_images(federation, name, split, max_images, seed) for name in federation.names}
     features = _all_features(chosen, features_of)
     labels = {name: samples.labels for name, samples in chosen.items()}
     variant = Variant(estimator, squared, bandwidth)
@@ -89,13 +91,13 @@ def analyse_skew(
         "clients": list(federation.names),
         "quantity": _quantity(federation, split),
         "label": _label(federation, split),
-        "feature": _feature(features, variant, permutations, seed),
-        "concept": {"disagreement": _plain(disagreement_matrix(features, labels, seed))},
+        "feature": _feature(features, labels, variant, permutations, seed),
+        "concept": {"disagreement": plain(disagreement_matrix(features, labels, seed))},
         "notes": list(NOTES),
     }
 
 
-def _choose(federation: Federation, client: str, split: SplitName, most: int, seed: int) -> Samples:
+def choose_images(federation: Federation, client: str, split: SplitName, most: int, seed: int) -> Samples:
     """At most `most` of a client's images, drawn at random, in their order."""
     whole = federation.client(client).split(split)
     if len(whole) <= most:
@@ -120,8 +122,8 @@ def _quantity(federation: Federation, split: SplitName) -> dict[str, Any]:
     shares = quantity_shares(counts)
     return {
         "images": counts.sum(axis=1).tolist(),
-        "shares": _plain(shares),
-        "effective_clients": _plain(effective_number(shares)),
+        "shares": plain(shares),
+        "effective_clients": plain(effective_number(shares)),
     }
 
 
@@ -131,16 +133,18 @@ def _label(federation: Federation, split: SplitName) -> dict[str, Any]:
     shares = label_distribution(counts)
     return {
         "counts": counts.tolist(),
-        "distribution": _plain(shares),
-        "effective_classes": _plain(effective_number(shares)),
-        "imbalance": _plain(imbalance(counts)),
-        "jensen_shannon": _plain(jensen_shannon_matrix(shares)),
+        "distribution": plain(shares),
+        "effective_classes": plain(effective_number(shares)),
+        "imbalance": plain(imbalance(counts)),
+        "jensen_shannon": plain(jensen_shannon_matrix(shares)),
         "absent": [[federation.classes[c] for c in np.flatnonzero(row == 0)] for row in counts],
     }
 
 
-def _feature(features: dict[str, Features], variant: Variant, permutations: int, seed: int) -> dict[str, Any]:
-    """The MMD matrix, its p-values, and the triangle violations of every variant of the estimate."""
+def _feature(
+    features: dict[str, Features], labels: dict[str, Labels], variant: Variant, permutations: int, seed: int
+) -> dict[str, Any]:
+    """The MMD matrix, at equal labels too, its p-values, and the triangle violations of every variant."""
     matrices = mmd_matrices(features)
     usable = [rows for rows in features.values() if len(rows)]
     return {
@@ -150,8 +154,9 @@ def _feature(features: dict[str, Features], variant: Variant, permutations: int,
         "squared": variant.squared,
         "bandwidth": variant.bandwidth,
         "gamma": global_gamma(usable) if usable else None,
-        "mmd": _plain(matrices[variant]),
-        "p_values": _plain(_p_values(features, permutations, seed)),
+        "mmd": plain(matrices[variant]),
+        "same_labels": plain(same_label_matrix(features, labels)),
+        "p_values": plain(_p_values(features, permutations, seed)),
         "permutations": permutations,
         "ordered_triples": len(usable) * (len(usable) - 1) * (len(usable) - 2),
         "triangle_violations": {other.label: triangle_violations(matrices[other]) for other in VARIANTS},
@@ -171,10 +176,10 @@ def _p_values(features: dict[str, Features], permutations: int, seed: int) -> ND
     return found
 
 
-def _plain(values: NDArray[np.float64]) -> Any:
+def plain(values: NDArray[np.float64]) -> Any:
     """Nested lists with `None` for NaN, as JSON wants them."""
     if values.ndim:
-        return [_plain(part) for part in values]
+        return [plain(part) for part in values]
     return None if np.isnan(values) else float(values)
 
 
@@ -185,12 +190,21 @@ def skew_text(skew: dict[str, Any]) -> rich.console.Group:
     names = skew["clients"]
     parts = [
         _client_table(skew),
-        *_matrix_parts("Label divergence (Jensen-Shannon, bits)", names, skew["label"]["jensen_shannon"]),
-        *_matrix_parts(f"Feature distance ({_mmd_label(skew)})", names, skew["feature"]["mmd"]),
-        *_matrix_parts("Two-sample p-value", names, skew["feature"]["p_values"]),
-        *_matrix_parts("Concept disagreement (indicative)", names, skew["concept"]["disagreement"]),
+        *matrix_parts("Label divergence (Jensen-Shannon, bits)", names, skew["label"]["jensen_shannon"]),
+        *matrix_parts(f"Feature distance ({_mmd_label(skew)})", names, skew["feature"]["mmd"]),
+        *matrix_parts("Feature distance at equal labels", names, skew["feature"]["same_labels"]),
+        *matrix_parts("Two-sample p-value", names, skew["feature"]["p_values"]),
+        *matrix_parts("Concept disagreement (indicative)", names, skew["concept"]["disagreement"]),
     ]
-    return rich.console.Group(*parts, *skew["notes"])
+    return rich.console.Group(*parts, *skew["notes"], *_recommendation(skew))
+
+
+def _recommendation(skew: dict[str, Any]) -> list[str]:
+    """What the measurements suggest, a sentence a line, where they have been read that way."""
+    from rich.markup import escape
+
+    sentences = skew.get("recommendation", {}).get("text", [])
+    return ["", "[bold]What to try first[/bold]", *map(escape, sentences)] if sentences else []
 
 
 def _mmd_label(skew: dict[str, Any]) -> str:
@@ -209,14 +223,14 @@ def _client_table(skew: dict[str, Any]) -> rich.table.Table:
         table.add_column(heading, justify="left" if heading in ("client", "absent classes") else "right")
     quantity, label = skew["quantity"], skew["label"]
     for i, name in enumerate(skew["clients"]):
-        share = _shown(quantity["shares"][i], ".1%")
-        effective, uneven = _shown(label["effective_classes"][i], ".2f"), _shown(label["imbalance"][i], ".1f")
+        share = shown(quantity["shares"][i], ".1%")
+        effective, uneven = shown(label["effective_classes"][i], ".2f"), shown(label["imbalance"][i], ".1f")
         absent = escape(", ".join(label["absent"][i]) or "none")
         table.add_row(escape(name), str(quantity["images"][i]), share, effective, uneven, absent)
     return table
 
 
-def _matrix_parts(title: str, names: Sequence[str], matrix: list[list[float | None]]) -> list[Any]:
+def matrix_parts(title: str, names: Sequence[str], matrix: list[list[float | None]]) -> list[Any]:
     """A matrix as a table where it fits, else a line with its smallest, median and largest pair."""
     if len(names) > WIDEST:
         return [_extremes(title, names, matrix)]
@@ -228,7 +242,7 @@ def _matrix_parts(title: str, names: Sequence[str], matrix: list[list[float | No
     for name in names:
         table.add_column(escape(name), justify="right")
     for name, row in zip(names, matrix, strict=True):
-        table.add_row(escape(name), *(_shown(value, ".3f") for value in row))
+        table.add_row(escape(name), *(shown(value, ".3f") for value in row))
     return [f"[bold]{escape(title)}[/bold]", table]
 
 
@@ -249,6 +263,6 @@ def _extremes(title: str, names: Sequence[str], matrix: list[list[float | None]]
     return escape(f"{title}: median {median:.3f}, from {low:.3f} ({nearest}) to {high:.3f} ({furthest})")
 
 
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
     """A number in the given form, or a dash where it is undefined."""
     return "–" if value is None else format(value, form)
