@@ -1,8 +1,9 @@
 """Every benchmark, one after the other: `python benchmarks/run.py --all`, or name those you want.
 
-    python benchmarks/run.py [--all] [rounds] [memory] [steps] [--quick] [--out DIR]
+    python benchmarks/run.py [--all] [rounds] [memory] [steps] [methods] [--quick] [--out DIR]
 
-Prints tables and writes JSON. Each part can be run alone, with more choices: see rounds.py and steps.py.
+Prints tables and writes JSON. Each part can be run alone, with more choices: see rounds.py, steps.py and methods.py.
+parity.py is not among them: it needs other people's code.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+import methods
 import rounds
 import steps
 import tables
+from wardround.methods.registry import METHODS
 
-PARTS = ("rounds", "memory", "steps")
+PARTS = ("rounds", "memory", "steps", "methods")
 
 
 def main() -> None:
@@ -36,6 +39,9 @@ def main() -> None:
         plan = steps.Plan(list(steps.SHAPES))
         few = dataclasses.replace(plan, repetitions=1, batches=1, arithmetic=False)
         steps.run(args.out, few if args.quick else plan)
+    if "methods" in chosen:
+        load = rounds.Workload("small", 3, 20) if args.quick else rounds.WORKLOADS["W1"]
+        methods.run(args.out, list(METHODS), load, 1 if args.quick else 7, [2, 6] if args.quick else [20, 500])
 
 
 if __name__ == "__main__":

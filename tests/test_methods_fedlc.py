@@ -97,7 +97,7 @@ def test_counts_are_of_the_whole_training_split() -> None:
     assert len(step.labels) == 4
     z = step.logits - 3 * torch.tensor([2.0, 3.0, 2.0, 2.0]) ** -0.25
     expected = -z.log_softmax(1)[torch.arange(4), step.labels].mean()
-    assert float(method.loss(step)) == pytest.approx(float(expected), rel=1e-5)
+    assert method.loss(step).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 class PlainLoss(FedAvg):

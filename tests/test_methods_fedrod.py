@@ -52,7 +52,7 @@ def test_the_loss_by_hand(name: str, generic: str) -> None:
             known = [c for c in range(4) if counts[c]]
             total += cross_entropy([z + math.log(n or 1) for z, n in zip(z_g[row], counts, strict=True)], label, known)
         total += cross_entropy([g + p for g, p in zip(z_g[row], z_p[row], strict=True)], label, [0, 1, 2, 3])
-    assert float(method.loss(step)) == pytest.approx(total / len(step.labels), rel=1e-5)
+    assert method.loss(step).item() == pytest.approx(total / len(step.labels), rel=1e-5)
 
 
 def test_neither_loss_reaches_the_parameters_of_the_other() -> None:
