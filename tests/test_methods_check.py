@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from wardround.methods.checks import check_names, check_ownership
 from wardround.methods.isolated import Isolated
 from wardround.methods.pafp import PAFP
 from wardround.methods.pafp_alt import PAFPAlt
+from wardround.methods.registry import METHODS as REGISTERED
 from wardround.methods.trial import Bench, Network
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
@@ -42,6 +44,29 @@ def test_our_methods_conform(name: str, network: str) -> None:
         reasons = {text.removeprefix("not applicable: ") for text in outcome.values() if text != PASSED}
         nothing = {"nothing is shared", "nothing that is shared is averaged"} if name == "isolated" else set()
         assert reasons == ({"nothing is local"} if (name, network) == ("fedavg", "vit-tiny") else nothing)
+
+
+# What does not apply to a method, whatever the network.
+OWN_WAY = frozenset({"the method aggregates in its own way"})
+NOT_APPLICABLE: dict[str, frozenset[str] | set[str]] = {
+    "isolated": {"nothing is shared", "nothing that is shared is averaged"},
+    "fedproto": OWN_WAY | {"nothing that is shared is averaged", "nothing is shared"},
+    "dbe": {"a round has several exchanges"},
+    **dict.fromkeys(("scaffold", "fedco2", "fdse", "ccvr"), OWN_WAY),
+}
+
+
+@pytest.mark.parametrize("network", ["resnet4", "vit-tiny"])
+@pytest.mark.parametrize("name", sorted(REGISTERED.keys() - {"isolated", "fedavg", "pafp", "pafp-alt"}))
+def test_every_registered_method_conforms(name: str, network: str) -> None:
+    """Batch norms in residual blocks with a local head; tokens, nothing frozen and a shared head."""
+    head = "shared" if name == "ccvr" else NETWORKS[network].head
+    outcome = check_method(REGISTERED[name](), replace(NETWORKS[network], head=head))
+    reasons = {text.removeprefix("not applicable: ") for text in outcome.values() if text != PASSED}
+    if len(set(outcome.values())) == 1 and reasons:
+        assert (name, network) == ("fdse", "vit-tiny")
+    else:
+        assert reasons <= NOT_APPLICABLE.get(name, set()) | {"nothing is local"}
 
 
 @pytest.mark.parametrize(("name", "network"), [("pafp-alt", "efficientnet-b0"), ("fedavg", "densenet121")])

@@ -29,6 +29,7 @@ from wardround.display import CompareDisplay
 from wardround.errors import RunError
 from wardround.methods.registry import METHODS
 from wardround.report.pictures import HeatMap, save_heatmaps
+from wardround.report.words import signed
 from wardround.systems import systems_named
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def draw(comparisons: Comparisons, file: Path) -> None:
         HeatMap(f"points above {reference}", one.methods, columns, one.points, one.certain)
         for reference, one in found.items()
     ]
-    save_heatmaps(file, [maps], lambda value: f"{value:+.1f}".replace("-", "−"))
+    save_heatmaps(file, [maps], lambda value: signed(value / 100))
 
 
 # ---- the page

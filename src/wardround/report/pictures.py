@@ -134,7 +134,7 @@ def _cells(axes: Axes, heatmap: HeatMap, extreme: float, text: Callable[[float],
         depth = abs(value) / extreme if extreme else 0.0
         colour = ABOVE if value >= 0 else BELOW
         axes.add_patch(Rectangle((column - 0.49, row - 0.48), 0.98, 0.96, facecolor=colour, alpha=0.04 + 0.96 * depth))
-        ink = PAPER if depth > 0.5 else INK
+        ink = PAPER if depth > 0.65 else INK
         weight = "bold" if heatmap.bold is not None and heatmap.bold[row, column] else "normal"
         axes.text(column, row, text(value) if numbers else "", color=ink, weight=weight, ha="center", va="center")
 
