@@ -141,7 +141,8 @@ def check_averages(bench: Bench) -> str | None:
     parameters = {name for name, _ in bench.model.named_parameters()}
     names = [n for n in bench.rules.names(Owner.SHARED) if bench.averages or n not in parameters]
     for round in range(1, bench.rounds + 1):
-        replies = [Reply(v.client, v.up) for v in bench.trial.visits(round=round) if v.up.scalars["examples"]]
+        visits = [v for v in bench.trial.visits(round=round) if bench.method.sends_state(v.phase)]
+        replies = [Reply(v.client, v.up) for v in visits if v.up.scalars["examples"]]
         weights = [bench.method.weight(reply) for reply in replies]
         states = [reply.message.under("state") for reply in replies]
         for name in names:
