@@ -83,7 +83,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             PARTS[row["part"]],
             f"{row['differences'][0]:.0e}",
             f"{row['differences'][-1]:.0e}",
-            f"{row['moved']:.2f}",
+            f"{row['moved']:.3f}",
             row["verdict"] + (f" ({reasons.index(row['reason']) + 1})" if row["reason"] else ""),
         ]
         for row in rows

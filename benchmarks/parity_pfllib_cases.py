@@ -144,7 +144,7 @@ FEDBN_NAMES = (
     "weights and is FedAvg. Ours goes by type."
 )
 FEDBN_WEIGHTS = "PFLlib weighs clients by their images; FedBN's authors, and ours by default, weigh all alike."
-MU_0 = "PFLlib's default mu = 0 makes {}. Ours is {} by default."
+MU_0 = "PFLlib's default mu = 0 makes {}. Ours has {} by default."
 FEDREP_NORMS = (
     "PFLlib leaves the base in training mode while the head learns, so that its running statistics move and the head "
     "sees statistics of the batch. Ours keeps the fixed base in eval mode."
@@ -166,6 +166,7 @@ DBE_ZERO = (
     "PFLlib's running mean starts each round at 0 without correction, which shrinks it by 1 - (1 - m)^batches. Ours "
     "starts with the first batch."
 )
+KAPPA_0 = "PFLlib's default kl_weight = 0 makes DBE FedAvg with personal vectors. Ours is kappa = 50, as the authors'."
 TWICE = "PFLlib trains twice a round (its issue #59), so it takes two passes over the images where ours takes one."
 
 FEDAVG: dict[str, Any] = {"title": "FedAvg", "module": "avg", "server": "FedAvg"}
@@ -211,7 +212,7 @@ CASES = (
     ),
     PFLlibCase(**PROX, settings="mu = 0.1", method=FedProx(mu=0.1), args={"mu": 0.1}),
     PFLlibCase(
-        **PROX, settings="as shipped", method=FedProx(), because={"server": MU_0.format("FedProx FedAvg", "0.01")}
+        **PROX, settings="as shipped", method=FedProx(), because={"server": MU_0.format("FedProx FedAvg", "mu = 0.01")}
     ),
     PFLlibCase(
         title="SCAFFOLD", settings="as shipped", method=SCAFFOLD(), module="scaffold", server="SCAFFOLD",
@@ -248,6 +249,10 @@ CASES = (
         because={"server": MOON_T},
     ),
     PFLlibCase(
+        **CONTRAST, settings="as shipped", method=MOON(projection=0),
+        because={"server": MU_0.format("MOON FedAvg", "mu = 1, as the authors have,")},
+    ),
+    PFLlibCase(
         **CONTRAST, settings="mu = 1, T = 1, with batch norms", method=MOON(projection=0, temperature=1.0),
         args={"mu": 1.0}, network="cnn-bn", because={"server": MOON_NORMS},
     ),
@@ -263,6 +268,10 @@ CASES = (
     PFLlibCase(
         **BIAS, settings="kappa = 50, m = 0.1", method=DBE(momentum=0.1),
         because={"server": DBE_ZERO, "clients": DBE_ZERO},
+    ),
+    PFLlibCase(
+        **BIAS | {"args": {}}, settings="as shipped", method=DBE(momentum=0.1),
+        because={"server": KAPPA_0, "clients": KAPPA_0},
     ),
     PFLlibCase(**META, settings="two epochs of ours", epochs=2),
     PFLlibCase(**META, settings="as shipped", because={"server": TWICE}),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from report_fixtures import write_compare
 from wardround.data.federation import ClientData, Federation, Samples, samples
 from wardround.methods.registry import METHODS
+from wardround.report.page import write_report
 from wardround.skew.analyse import analyse_skew
 from wardround.skew.labels import jensen_shannon_matrix, label_distribution
 from wardround.skew.mmd import mmd_matrix
@@ -189,6 +192,11 @@ def test_methods_that_address_most_come_first(changes: dict[str, Any], first: li
     assert recommend(measured(**changes), MADE_UP)["first"] == first
 
 
+def test_of_equals_those_that_name_it_first_come_first() -> None:
+    methods = {"late": ("label", "feature"), "early": ("feature", "label"), "more": ("feature", "label", "concept")}
+    assert recommend(measured(same=0.4, p=0.001), methods)["first"] == ["early", "late", "more"]
+
+
 def test_only_what_is_there_is_named() -> None:
     """Without methods nothing is recommended; with the real ones, only those that are registered."""
     strong = measured(same=0.4, p=0.001, js=0.3, images=(1000, 500, 50), disagree=0.7)
@@ -209,7 +217,7 @@ def test_advice_gives_its_figures_and_says_what_it_is() -> None:
     text = "\n".join(found["text"])
     for part in (
         "Feature skew is strong: mean MMD at equal labels 0.41; features differ for 3 of 3 pairs",
-        "(some from 0.1, strong from 0.2)",
+        "; some begins at 0.1, strong at 0.2.",
         "or align features: norms, align.",
         "Label skew is little",
         "1 of 3 clients lack a class",
@@ -256,3 +264,14 @@ def test_nobody_has_images() -> None:
     nobody = Federation((brighter("a", 0, (0, 0), 0), brighter("b", 0, (0, 0), 1)), ("x", "y"), "empty")
     found = recommend(analyse_skew(nobody, pixels, seed=0), MADE_UP)
     assert {one["level"] for one in found["kinds"]} == {"unknown"}
+
+
+def test_the_report_gives_the_advice(tmp_path: Path) -> None:
+    clients = (brighter("a", 0, (40, 40), 0), brighter("b", 60, (40, 40), 1))
+    skew = analyse_skew(Federation(clients, ("x", "y"), "made up"), pixels, seed=0, permutations=19)
+    folder = write_compare(tmp_path / "compare", seeds=(0,))
+    (folder / "skew").mkdir()
+    (folder / "skew" / "skew.json").write_text(json.dumps(skew))
+    assert "What these differences suggest" not in write_report(folder).read_text(), "an older file has no advice"
+    (folder / "skew" / "skew.json").write_text(json.dumps(skew | {"recommendation": recommend(skew, MADE_UP)}))
+    assert "Worth trying first: norms (feature), align (feature, label)" in write_report(folder).read_text()

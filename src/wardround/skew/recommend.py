@@ -19,7 +19,7 @@ WEIGHTS: dict[Level, int] = {"strong": 2, "some": 1, "little": 0, "unknown": 0}
 FAMILIES: dict[Kind, str] = {
     "feature": "keep normalisation at the client, or align features",
     "label": "correct loss or logits for each client's label counts, or keep the head at the client",
-    "quantity": 'hold clients of unequal size together; `method.weights = "uniform"` gives all the same say',
+    "quantity": 'hold clients of unequal size together (`method.weights = "uniform"` gives all the same say)',
     "concept": "leave each client a head or a model of its own, as no shared head can give one image two labels",
 }
 CAUTION = "This is a rule of thumb from a few figures and no result: `wardround compare` on these images decides."
@@ -50,15 +50,16 @@ def first_methods(found: Sequence[Strength], methods: Skews) -> list[str]:
     """At most `MOST_FIRST` methods, those that address most first; federated averaging where there is little skew.
 
     A kind that is strong counts 2, one of which there is some 1. Of equals, those come first that address nothing
-    besides, as what is not needed costs and can harm.
+    besides, as what is not needed costs and can harm; then those that name what is needed first.
     """
     weight: dict[str, int] = {one.kind: WEIGHTS[one.level] for one in found}
     if not any(weight.values()):
         return [PLAIN] if PLAIN in methods else []
     score = {name: sum(weight.get(kind, 0) for kind in kinds) for name, kinds in methods.items()}
-    idle = {name: sum(not weight.get(kind, 0) for kind in kinds) for name, kinds in methods.items()}
+    needed = {name: [bool(weight.get(kind, 0)) for kind in kinds] for name, kinds in methods.items()}
     useful = [name for name in methods if score[name]]
-    return sorted(useful, key=lambda name: (-score[name], idle[name]))[:MOST_FIRST]
+    order = {name: (-score[name], needed[name].count(False), needed[name].index(True)) for name in useful}
+    return sorted(useful, key=lambda name: order[name])[:MOST_FIRST]
 
 
 def _addressing(kind: Kind, methods: Skews) -> list[str]:
@@ -81,10 +82,10 @@ def _described(one: Strength, methods: Skews) -> dict[str, Any]:
 def _sentence(one: Strength, methods: Skews) -> str:
     """One kind of skew in words: level, figures, thresholds, what helps."""
     if one.level == "unknown":
-        return f"{one.kind} skew could not be judged: {one.why}.".capitalize()
+        return f"{one.kind.capitalize()} skew could not be judged: {one.why}."
     amount = {"strong": "is strong", "some": "is there", "little": "is little"}[one.level]
-    scale = f"some from {one.scale.some:g}, strong from {one.scale.strong:g}"
-    text = f"{one.kind.capitalize()} skew {amount}: {one.why} ({scale})."
+    scale = f"some begins at {one.scale.some:g}, strong at {one.scale.strong:g}"
+    text = f"{one.kind.capitalize()} skew {amount}: {one.why}; {scale}."
     if not WEIGHTS[one.level]:
         return text
     names = ", ".join(_addressing(one.kind, methods)) or "none here"

@@ -140,7 +140,7 @@ def _concept(concept: Mapping[str, Any]) -> Strength:
     )
     if value is None:
         return Strength("concept", "unknown", None, CONCEPT, "no two clients share two classes to compare")
-    why = f"class means disagree on {100 * value:+.0f} % of images, compared with halves of one client"
+    why = f"share of images on which class means disagree, beyond that of halves of one client: {value:+.2f}"
     return Strength("concept", CONCEPT.level(value), value, CONCEPT, why)
 
 
