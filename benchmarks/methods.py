@@ -37,7 +37,7 @@ REFERENCE = "fedavg"
 
 # The most that a round should cost, in rounds of FedAvg, and why. Of a step, about a third is the forward pass.
 EXPECTED: dict[str, tuple[float, str]] = {
-    "isolated": (1.05, "no weights travel"),
+    "isolated": (1.05, "nothing more; no weights travel"),
     "fedavg": (1.0, ""),
     "fedprox": (1.15, "a pass over the parameters a step"),
     "fedbn": (1.05, "nothing more"),
@@ -55,7 +55,7 @@ EXPECTED: dict[str, tuple[float, str]] = {
     "fedhealth": (1.1, "a copy of the received model; adaptation is done where models are evaluated"),
     "ccvr": (1.05, "calibration is done once, at the end"),
     "fedco2": (6.0, "two models; for each a pass of distillation with a teacher, and all clients' classifiers"),
-    "fdse": (2.0, "the erasers; a quadratic program for each tensor at the server"),
+    "fdse": (2.0, "the erasers and their moments; a quadratic program for each tensor at the server"),
     "pafp": (2.0, "the alignment layers and their statistics"),
     "pafp-alt": (2.0, "as pafp, in turns"),
 }

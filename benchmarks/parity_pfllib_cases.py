@@ -144,7 +144,7 @@ FEDBN_NAMES = (
     "weights and is FedAvg. Ours goes by type."
 )
 FEDBN_WEIGHTS = "PFLlib weighs clients by their images; FedBN's authors, and ours by default, weigh all alike."
-MU_0 = "PFLlib's default mu = 0 makes {}. Ours has {} by default."
+MU_0 = "PFLlib's default mu = 0 makes {}. By default ours has {}."
 FEDREP_NORMS = (
     "PFLlib leaves the base in training mode while the head learns, so that its running statistics move and the head "
     "sees statistics of the batch. Ours keeps the fixed base in eval mode."
@@ -250,7 +250,7 @@ CASES = (
     ),
     PFLlibCase(
         **CONTRAST, settings="as shipped", method=MOON(projection=0),
-        because={"server": MU_0.format("MOON FedAvg", "mu = 1, as the authors have,")},
+        because={"server": MU_0.format("MOON FedAvg", "mu = 1, like the authors'")},
     ),
     PFLlibCase(
         **CONTRAST, settings="mu = 1, T = 1, with batch norms", method=MOON(projection=0, temperature=1.0),
