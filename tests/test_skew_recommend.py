@@ -184,8 +184,9 @@ def test_tiny_clients_are_those_with_few_images_a_class_that_they_have() -> None
         ({"images": (1000, 500, 50)}, ["prox"]),
         ({"disagree": 0.7}, ["heads"]),
         ({"same": 0.4, "p": 0.001, "js": 0.3}, ["align", "norms", "prox", "heads"]),
-        ({"same": 0.15, "p": 0.001, "js": 0.3}, ["align", "prox", "heads", "norms"]),
+        ({"same": 0.15, "p": 0.001, "js": 0.3}, ["align", "prox", "norms", "heads"]),
         ({"js": 0.3, "images": (1000, 500, 50)}, ["prox", "heads", "align"]),
+        ({"same": 0.4, "p": 0.001, "images": (1000, 500, 50)}, ["norms", "prox", "align"]),
     ],
 )
 def test_methods_that_address_most_come_first(changes: dict[str, Any], first: list[str]) -> None:

@@ -23,7 +23,7 @@ from wardround.models.classifier import Classifier, build_classifier
 from wardround.report.page import write_report
 from wardround.report.pictures import save_trained
 from wardround.skew.mmd import Variant, mmd_matrix
-from wardround.skew.trained import Course, Distances, describe, distances, sentence
+from wardround.skew.trained import Course, Distances, beyond_training, describe, distances, sentence
 from wardround.using import load_trained
 
 LABELS = {name: np.arange(20) % 2 for name in "abc"}
@@ -81,6 +81,15 @@ def test_the_change_by_hand() -> None:
 )
 def test_the_change_in_words(after: list[float], words: str) -> None:
     assert sentence(course([0.2, 0.2, 0.2], [after])).startswith(words)
+
+
+def test_what_a_method_adds_is_told_from_training_alone() -> None:
+    """Isolated training ends at 0.1, the method at 0.25; without isolated training nothing can be said."""
+    alone, method = course([0.3] * 3, [[0.1] * 3]) | {"label": "isolated"}, course([0.3] * 3, [[0.25] * 3])
+    (said,) = beyond_training([method, alone])
+    assert said.endswith("ends at a mean distance of 0.100. Compared with that: m +0.150.")
+    assert beyond_training([method]) == beyond_training([alone]) == []
+    assert beyond_training([course([0.3] * 3, [[np.nan] * 3]), alone]) == []
 
 
 # ---- finished runs

@@ -22,7 +22,7 @@ from wardround.experiment import MIB, pick_device
 from wardround.models.classifier import Classifier, build_classifier
 from wardround.skew.analyse import choose_images
 from wardround.skew.mmd import Features, Variant
-from wardround.skew.trained import NOTES, Course, Distances, describe, distances
+from wardround.skew.trained import NOTES, Course, Distances, beyond_training, describe, distances
 from wardround.training.arithmetic import layout
 from wardround.training.cache import PrefixCache
 from wardround.using import Which, load_trained
@@ -58,6 +58,7 @@ def measure_trained(
     measuring = _Measuring(which, split, max_images, variant)
     for label, folder in runs_in(folders):
         measuring.add(label, folder)
+    systems = [describe(course) for course in measuring.courses.values()]
     return {
         "split": split,
         "model": which,
@@ -66,8 +67,8 @@ def measure_trained(
         "squared": variant.squared,
         "bandwidth": variant.bandwidth,
         "clients": list(measuring.clients),
-        "systems": [describe(course) for course in measuring.courses.values()],
-        "notes": list(NOTES),
+        "systems": systems,
+        "notes": [*beyond_training(systems), *NOTES],
     }
 
 

@@ -49,17 +49,26 @@ def recommend(skew: Mapping[str, Any], methods: Skews) -> dict[str, Any]:
 def first_methods(found: Sequence[Strength], methods: Skews) -> list[str]:
     """At most `MOST_FIRST` methods, those that address most first; federated averaging where there is little skew.
 
-    A kind that is strong counts 2, one of which there is some 1. Of equals, those come first that address nothing
-    besides, as what is not needed costs and can harm; then those that name what is needed first.
+    A kind that is strong counts 2, one of which there is some 1, and half as much after each method that is chosen
+    for it, so that each has its turn. Of equals, those come first that address nothing besides, as what is not needed
+    costs and can harm; then those that name what is needed first.
     """
-    weight: dict[str, int] = {one.kind: WEIGHTS[one.level] for one in found}
+    weight: dict[str, float] = {one.kind: WEIGHTS[one.level] for one in found}
     if not any(weight.values()):
         return [PLAIN] if PLAIN in methods else []
-    score = {name: sum(weight.get(kind, 0) for kind in kinds) for name, kinds in methods.items()}
-    needed = {name: [bool(weight.get(kind, 0)) for kind in kinds] for name, kinds in methods.items()}
-    useful = [name for name in methods if score[name]]
-    order = {name: (-score[name], needed[name].count(False), needed[name].index(True)) for name in useful}
-    return sorted(useful, key=lambda name: order[name])[:MOST_FIRST]
+    left = {name: kinds for name, kinds in methods.items() if any(weight.get(kind) for kind in kinds)}
+    chosen: list[str] = []
+    while left and len(chosen) < MOST_FIRST:
+        chosen.append(min(left, key=lambda name: _rank(left[name], weight)))
+        for kind in left.pop(chosen[-1]):
+            weight[kind] = weight.get(kind, 0) / 2
+    return chosen
+
+
+def _rank(kinds: Sequence[str], weight: Mapping[str, float]) -> tuple[float, int, int]:
+    """A method's place in the order, the smallest first, from the kinds of skew that it addresses."""
+    needed = [bool(weight.get(kind)) for kind in kinds]
+    return -sum(weight.get(kind, 0) for kind in kinds), needed.count(False), needed.index(True)
 
 
 def _addressing(kind: Kind, methods: Skews) -> list[str]:

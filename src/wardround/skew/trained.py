@@ -31,6 +31,7 @@ NOTES = (
     "Training changes distances whatever the method: compare methods with each other, not only before with after.",
     "Each client's features come from its own network: clients that share little differ in networks, not only images.",
 )
+ALONE = "isolated"  # the label of training without any sharing
 LEAST_CHANGE = 0.005  # what two decimals cannot show is no change
 
 
@@ -120,6 +121,21 @@ def sentence(system: Mapping[str, Any]) -> str:
         f"{system['label']}: the mean distance {word}, {change['before']:.3f} before and {change['after']:.3f} after "
         f"training; {change['nearer']} of {change['pairs']} pairs came nearer, {change['further']} moved apart."
     )
+
+
+def beyond_training(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sharing or alignment adds to training alone, in a sentence, where isolated training is among the systems."""
+    after = {system["label"]: system["change"]["after"] for system in systems}
+    alone = after.pop(ALONE, None)
+    others = [
+        f"{label} {value - alone:+.3f}" for label, value in after.items() if alone is not None and value is not None
+    ]
+    if not others:
+        return []
+    return [
+        f"Training alone, without sharing or alignment, ends at a mean distance of {alone:.3f}. Compared with that: "
+        f"{', '.join(others)}."
+    ]
 
 
 def _pair_table(found: Mapping[str, Any], system: Mapping[str, Any]) -> rich.table.Table:
