@@ -14,12 +14,12 @@ from torch.nn import functional
 from wardround.errors import InputError
 from wardround.methods.fdse import FDSE
 from wardround.methods.trial import Network
+from wardround.models.records import recording
 from wardround.models.shift_eraser import (
     DecomposedConvolution,
     InsertedEraser,
     decompose_convolutions,
     insert_erasers,
-    recording,
     shift_erasers,
 )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from wardround.methods.alignment import Moments, Reduce, RunningMoments
 from wardround.models.classifier import Classifier
 from wardround.models.feature_alignment import FeatureAlignment
+from wardround.models.records import recording
 
 
 def aligners(model: Classifier) -> list[FeatureAlignment]:
@@ -39,13 +40,8 @@ class Watch:
 def watching(model: Classifier, reduce: Reduce, m: float) -> Iterator[Watch]:
     """Let the FA modules keep the tensor whose distribution is aligned, and drop it afterwards."""
     watch = Watch(aligners(model), reduce, m)
-    for site in watch.sites:
-        site.recording = True
-    try:
+    with recording(watch.sites):
         yield watch
-    finally:
-        for site in watch.sites:
-            site.recording, site.recorded = False, None
 
 
 def record_of(site: FeatureAlignment) -> Tensor:

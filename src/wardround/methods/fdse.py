@@ -17,7 +17,8 @@ from wardround.methods.consistency import Consistency
 from wardround.methods.fdse_parameters import combined, keeping, lengths, shared_parameters
 from wardround.methods.proximal import anchors
 from wardround.models.classifier import Classifier
-from wardround.models.shift_eraser import decompose_convolutions, insert_erasers, recording, shift_erasers
+from wardround.models.records import recording
+from wardround.models.shift_eraser import decompose_convolutions, insert_erasers, shift_erasers
 from wardround.training.client import Client, Step
 
 

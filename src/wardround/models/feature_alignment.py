@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wardround.errors import InputError
+from wardround.models.records import Records
 
 if TYPE_CHECKING:
     from wardround.models.classifier import Classifier
@@ -19,7 +20,7 @@ Variant = Literal["exact", "delta", "gated", "conv_only"]
 Statistic = Literal["output", "pre_activation"]
 
 
-class FeatureAlignment(nn.Module):
+class FeatureAlignment(Records):
     """F(x) = SiLU(conv1x1(GN(x))) for x `(B, C, H, W)`, in one of four variants.
 
     GN starts with gamma = 1, beta = 0; the convolution starts as the identity with zero bias.
@@ -31,9 +32,8 @@ class FeatureAlignment(nn.Module):
       only the gate receives a gradient in the first step.
     * `conv_only`: conv1x1(x); exactly the identity when inserted, and linear.
 
-    While `recording` is true, each forward keeps in `recorded` the tensor whose distribution is aligned, with
-    its
-    graph: the output (what the next block receives), or with `statistic="pre_activation"` the convolution's.
+    What is recorded is the tensor whose distribution is aligned: the output (what the next block receives), or with
+    `statistic="pre_activation"` the convolution's.
     """
 
     def __init__(
@@ -47,15 +47,12 @@ class FeatureAlignment(nn.Module):
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
         if variant == "gated":
             self.gate = nn.Parameter(torch.zeros(channels))
-        self.recording = False
-        self.recorded: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """`(B, C, H, W)` to the same shape."""
         before_activation = self.conv(self.norm(x))
         output = self._combine(x, before_activation)
-        aligned = output if self.statistic == "output" else before_activation
-        self.recorded = aligned if self.recording else None
+        self.keep(output if self.statistic == "output" else before_activation)
         return output
 
     def _combine(self, x: Tensor, before_activation: Tensor) -> Tensor:
@@ -79,10 +76,6 @@ class FeatureAlignment(nn.Module):
         """How much the layer changes its input: ||FA(x) - x|| / ||x|| over the batch; 0 for the identity."""
         change = self._combine(x, self.conv(self.norm(x))) - x
         return float(change.norm() / x.norm().clamp(min=torch.finfo(x.dtype).tiny))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the recorded tensor: a graph can be neither copied nor pickled."""
-        return {**self.__dict__, "recorded": None}
 
 
 def insert_alignment(

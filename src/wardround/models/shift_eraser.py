@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wardround.errors import InputError
+from wardround.models.records import Records
 
 if TYPE_CHECKING:
     from wardround.models.classifier import Classifier
@@ -35,11 +34,10 @@ class Eraser(nn.Module):
         return scaled, self.depthwise(scaled)
 
 
-class ShiftEraser(nn.Module):
+class ShiftEraser(Records):
     """A domain-specific skew eraser (DSE) and the distribution of what leaves it.
 
-    While `recording` is true, each forward keeps in `recorded` the tensor whose distribution is compared, with its
-    graph.
+    What is recorded is the tensor whose distribution is compared.
 
     Attributes:
         norm: a batch norm without affine parameters, whose running moments are the client's own.
@@ -52,18 +50,12 @@ class ShiftEraser(nn.Module):
         self.norm = nn.BatchNorm2d(channels, affine=False)
         self.eraser = Eraser(channels)
         self.closing = closing
-        self.recording = False
-        self.recorded: Tensor | None = None
 
     def close(self, h: Tensor) -> Tensor:
         """Record h `(B, C, H, W)`, count it in the running moments, and return it normalised."""
-        self.recorded = h if self.recording else None
+        self.keep(h)
         normalised: Tensor = self.closing(h)
         return normalised
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the recorded tensor: a graph can be neither copied nor pickled."""
-        return {**self.__dict__, "recorded": None}
 
 
 class DecomposedConvolution(ShiftEraser):
@@ -145,15 +137,3 @@ def insert_erasers(model: Classifier, image_size: int) -> None:
     if any(len(shape) != 3 for shape in shapes):
         raise InputError(f"FDSE needs feature maps between blocks, and {model.name!r} passes tokens")
     model.before = nn.ModuleList(InsertedEraser(shape[0]) for shape in shapes)
-
-
-@contextmanager
-def recording(layers: Sequence[ShiftEraser]) -> Iterator[None]:
-    """Let `layers` keep the tensor whose distribution is compared, and drop it afterwards."""
-    for layer in layers:
-        layer.recording = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.recording, layer.recorded = False, None
