@@ -137,7 +137,7 @@ def compare_command(
     from wardround.display import CompareDisplay
     from wardround.systems import systems_named
 
-    systems = systems_named(config, [name.strip() for name in methods.split(",") if name.strip()])
+    systems = systems_named(config, _names(methods))
     folder = out or Path("runs") / f"{experiment.stem}-compare"
     before = functools.partial(_measure_once, config, folder / "skew") if skew else None
     display = CompareDisplay(err_console)
@@ -184,12 +184,13 @@ def tune_command(
     from wardround.search_plan import Search
     from wardround.tuning import TUNED, tune
 
-    names = [name.strip() for name in methods.split(",") if name.strip()]
     folder = out or Path("runs") / f"{experiment.stem}-tune"
     display = CompareDisplay(err_console)
     _tell("reading images, building the models")
     try:
-        record = tune(config, names, folder, display, Search(search, budget, seeds, rounds, criterion), workers)
+        record = tune(
+            config, _names(methods), folder, display, Search(search, budget, seeds, rounds, criterion), workers
+        )
     finally:
         display.close()
     if as_json:
@@ -441,6 +442,11 @@ def _about(version: Annotated[bool, typer.Option("--version", help="print the ve
 
         print(__version__)
         raise typer.Exit
+
+
+def _names(text: str) -> list[str]:
+    """The entries of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _load(file: Path, overrides: list[str] | None) -> Experiment:

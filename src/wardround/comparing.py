@@ -60,7 +60,7 @@ def compare(
         queue = RunQueue(out, watcher, parallel(systems, workers))
         systems = [queue.settle(system, seeds) for system in systems]
         _check_same_tests(systems, lambda system: queue.federation(system, seeds[0]))
-        _make_folder(out)
+        run_folder.make_folder(out, "the comparison's folder")
         if command is not None:
             write_atomically(out / COMMAND, f"{command}\n".encode(), durable=False)
         if before is not None:
@@ -80,13 +80,6 @@ def _check_reference(systems: Sequence[System], reference: str | None) -> None:
     labels = [system.label for system in systems]
     if reference is not None and reference not in labels:
         raise InputError(f"--reference {reference}: is not among the systems{suggestion(reference, labels)}")
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be the comparison's folder ({error.strerror or error})") from error
 
 
 def _check_same_tests(systems: Sequence[System], images: Callable[[System], Federation]) -> None:

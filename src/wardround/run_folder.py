@@ -83,6 +83,14 @@ def _lock(handle: int, out: Path) -> None:
         return  # a file system without locks
 
 
+def make_folder(out: Path, what: str) -> None:
+    """Make the folder `out`; InputError where it cannot be `what`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be {what} ({error.strerror or error})") from error
+
+
 @contextlib.contextmanager
 def disk_trouble(out: Path) -> Iterator[None]:
     """Turn a disk that is full or fails into a RunError that says how to go on."""

@@ -70,7 +70,7 @@ def tune(
         queue = TrialQueue(out / TRIALS, watcher, parallel(first, workers))
         federation = _common_images(first, queue, numbers[0])
         candidates = [_settled(candidate, queue, numbers) for candidate in candidates]
-        _make_folder(out)
+        run_folder.make_folder(out, "the search's folder")
         _run([trial.system for candidate in candidates for trial in candidate.trials], queue, numbers)
         record: Record = {
             "search": search.kind,
@@ -123,13 +123,6 @@ def _settled(candidate: Candidate, queue: TrialQueue, numbers: Sequence[int]) ->
     """The candidate with trials in which nothing is `auto`."""
     trials = [replace(trial, system=queue.settle(trial.system, numbers)) for trial in candidate.trials]
     return replace(candidate, trials=tuple(trials))
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be the search's folder ({error.strerror or error})") from error
 
 
 # ---- the runs, and what they say
