@@ -68,8 +68,12 @@ class Rules:
 
     def parameters(self, model: nn.Module, *owners: Owner) -> list[nn.Parameter]:
         """The parameters of `model` that belong to any of `owners`, in the model's order."""
+        return list(self.named_parameters(model, *owners).values())
+
+    def named_parameters(self, model: nn.Module, *owners: Owner) -> dict[str, nn.Parameter]:
+        """The same by name."""
         chosen = set(self.names(*owners))
-        return [parameter for name, parameter in model.named_parameters() if name in chosen]
+        return {name: parameter for name, parameter in model.named_parameters() if name in chosen}
 
     def refuse_private(self, names: Iterable[str]) -> None:
         """Raise `BadMessage` if any of `names` is not a shared entry: a leak must be an error, not a leak."""

@@ -20,7 +20,7 @@ The hooks, by the question that each answers:
 | `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
 | `closing_phases`   | which exchanges follow the last round?                         | both   |
 | `state_for`, `targets` | what does the server send?                                  | server |
-| `weight`, `move`, `digest`, `absorb` | how are replies averaged, and what follows?   | server |
+| `weight`, `digest`, `absorb` | how are replies averaged, and what follows?           | server |
 
 What every method must keep to, whatever its hooks do, is in `wardround.methods.check`, which tries it.
 """
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -45,6 +45,11 @@ from wardround.options import Options
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
 from wardround.training.options import TrainingOptions
+
+Weights = Annotated[
+    Literal["examples", "uniform"],
+    Field(description="what a client counts in averages: its training images, or the same as any other"),
+]
 
 
 class Method(Options):
@@ -65,9 +70,7 @@ class Method(Options):
     optional_statistics: ClassVar[bool] = False
     predicts_from_memory: ClassVar[bool] = False
 
-    weights: Literal["examples", "uniform"] = Field(
-        "examples", description="what a client counts in averages: its training images, or the same as any other"
-    )
+    weights: Weights = "examples"
 
     # ---- both halves -------------------------------------------------------------------------------------------
 
@@ -201,12 +204,8 @@ class Method(Options):
             state.add(reply.message.under("state"), weight)
             digest.add(self.digest(reply), weight)
         if state.total > 0:
-            self.move(server, state.result())
+            server.state = server.state | state.result()
             self.absorb(server, digest.result())
-
-    def move(self, server: Server, average: Mapping[str, Tensor]) -> None:
-        """Take in the average of the clients' states; empty where they send none. Default: it replaces the server's."""
-        server.state = server.state | dict(average)
 
 
 class FedAvg(Method):

@@ -15,7 +15,7 @@ from wardround.federation.messages import Message, named
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply, Server
 from wardround.methods.base import Method
-from wardround.methods.class_gaussians import ClassGaussians, class_moments, retrain, training_features
+from wardround.methods.class_gaussians import ClassGaussians, class_moments, retrain
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client
 
@@ -88,7 +88,7 @@ class Calibration(Hooks):
         if client.phase != MOMENTS:
             return super().statistics(client)
         diagonal = self.covariance == "diagonal"
-        return class_moments(training_features(client), client.labels, len(client.counts), diagonal)
+        return class_moments(client.training_features(), client.labels, len(client.counts), diagonal)
 
     # ---- server half
 

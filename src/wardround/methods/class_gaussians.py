@@ -13,17 +13,8 @@ from torch.nn import functional
 
 from wardround import seeds
 from wardround.training.batches import shuffled_batches
-from wardround.training.client import Client, Step
 
 BATCH, MOMENTUM = 64, 0.9  # those of smduan/Fed-CCVR, where no official code is known
-
-
-@torch.no_grad()
-def training_features(client: Client) -> Tensor:
-    """Features `(N, d)` of a client's training images without augmentation, on the processor, as its model is."""
-    batches = torch.split(torch.arange(len(client)), client.options.batch_size)
-    steps = (Step(client, 0, client.inputs.batch(rows, None), client.labels[rows]) for rows in batches)
-    return torch.cat([step.features.cpu() for step in steps])
 
 
 def class_moments(features: Tensor, labels: Tensor, classes: int, diagonal: bool) -> dict[str, Tensor]:

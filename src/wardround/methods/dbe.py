@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -94,10 +94,8 @@ class DBE(FedAvg):
 
     def optimizer(self, client: Client, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """r_k apart from the rest."""
-        vector = client.model.neck.get_parameter("vector")
-        rate = client.rate(client.options.lr if self.vector_lr is None else self.vector_lr)
-        own: dict[str, Any] = {"params": [vector], "lr": rate, "weight_decay": 0.0}
-        return client.optimizer([{"params": [p for p in parameters if p is not vector]}, own])
+        own = client.model.neck.parameters()
+        return client.optimizer(client.apart(parameters, own, self.vector_lr, weight_decay=0.0))
 
     def loss(self, step: Step) -> Tensor:
         """The task loss and, once there is a common mean, kappa times the distance to it."""

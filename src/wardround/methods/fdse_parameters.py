@@ -21,9 +21,9 @@ from wardround.models.shift_eraser import shift_erasers
 
 def shared_parameters(model: Classifier, rules: Rules) -> dict[str, nn.Parameter]:
     """The shared parameters of `model`: as `own/NAME` those of erasers, as `step/NAME` all others."""
-    shared = set(rules.names(Owner.SHARED))
     own = {id(parameter) for layer in shift_erasers(model) for parameter in layer.eraser.parameters()}
-    return {f"{'own' if id(p) in own else 'step'}/{n}": p for n, p in model.named_parameters() if n in shared}
+    shared = rules.named_parameters(model, Owner.SHARED)
+    return {f"{'own' if id(p) in own else 'step'}/{name}": p for name, p in shared.items()}
 
 
 def lengths(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar
 
 from wardround.federation.rules import BATCH_NORMS, Rules, modules_of_type
-from wardround.methods.base import FedAvg
+from wardround.methods.base import FedAvg, Weights
 from wardround.models.classifier import Classifier
 
 
@@ -29,9 +27,7 @@ class FedBN(FedAvg):
     travels: ClassVar[str] = "the trained blocks without their batch norms; the head where it is shared"
     stays: ClassVar[str] = "batch norms; the head where it is local; a logit corrector"
 
-    weights: Literal["examples", "uniform"] = Field(
-        "uniform", description="what a client counts in averages: its training images, or the same as any other"
-    )
+    weights: Weights = "uniform"
 
     def rules(self, model: Classifier) -> Rules:
         """FedAvg's, with the batch norms that are not frozen local."""

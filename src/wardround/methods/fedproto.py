@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from wardround.federation.averaging import WeightedMean
 from wardround.federation.server import Reply, Server
-from wardround.methods.class_gaussians import training_features
 from wardround.methods.isolated import Isolated
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
@@ -117,5 +116,5 @@ def received_prototypes(client: Client) -> tuple[Tensor, Tensor]:
 def class_means(client: Client) -> Tensor:
     """Mean features `(C, d)` of a client's training images without augmentation, as its model is; 0 without images."""
     members = functional.one_hot(client.labels, len(client.counts)).float()  # (N, C)
-    sums = members.T @ training_features(client)
+    sums = members.T @ client.training_features()
     return (sums / client.counts.clamp(min=1)[:, None]).to(client.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -59,11 +59,8 @@ class FedRoD(FedAvg):
 
     def optimizer(self, client: Client, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Two groups, so that each part is clipped by its own norm."""
-        personal = list(client.model.extras[PERSONAL_HEAD].parameters())
-        rate = client.rate(client.options.lr if self.personal_lr is None else self.personal_lr)
-        own = {id(parameter) for parameter in personal}
-        shared: dict[str, Any] = {"params": [p for p in parameters if id(p) not in own]}
-        return client.optimizer([shared, {"params": personal, "lr": rate}])
+        own = client.model.extras[PERSONAL_HEAD].parameters()
+        return client.optimizer(client.apart(parameters, own, self.personal_lr))
 
     def loss(self, step: Step) -> Tensor:
         """The generic and the personal loss; neither's gradient reaches the other's parameters."""

@@ -35,6 +35,5 @@ class FineTuning(Adapting):
     def adapt(self, client: Client) -> None:
         """Train `what` for `epochs` passes, in an order of their own."""
         parameters = self.parameters(client) if self.what == "all" else list(client.model.head.parameters())
-        rate = client.rate(client.options.lr if self.lr is None else self.lr)
-        optimizer = client.optimizer([{"params": parameters, "lr": rate}])
+        optimizer = client.optimizer([{"params": parameters, "lr": client.rate(self.lr)}])
         fit(client, parameters, optimizer, self.backward, client.steps(self.epochs, "fine-tuning"))

@@ -125,13 +125,7 @@ class PAFP(Method):
 
     def two_groups(self, client: Client, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         """`parameters` as phi and theta_k apart, the latter with their learning rate; no empty group."""
-        rate = client.rate(client.options.lr if self.lr_local is None else self.lr_local)
-        local = {id(p) for p in client.owned(Owner.LOCAL)}
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if id(p) not in local]},
-            {"params": [p for p in parameters if id(p) in local], "lr": rate},
-        ]
-        return [group for group in groups if group["params"]]
+        return client.apart(parameters, client.owned(Owner.LOCAL), self.lr_local)
 
     def loss(self, step: Step) -> Tensor:
         """Task loss plus lambda times the alignment loss, once there is a target."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from wardround.errors import InputError
-from wardround.federation.rules import Owner, Rules
+from wardround.federation.rules import Owner
 from wardround.federation.server import Reply, Server
-from wardround.methods.base import FedAvg
+from wardround.methods.base import FedAvg, Weights
 from wardround.methods.proximal import anchors
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
@@ -46,9 +46,7 @@ class SCAFFOLD(FedAvg):
     stays: ClassVar[str] = f"{FedAvg.stays}; the client's control variate c_i"
     extra_cost: ClassVar[str] = "twice the traffic; one pass over the parameters a step"
 
-    weights: Literal["examples", "uniform"] = Field(
-        "uniform", description="what a client counts in averages: its training images, or the same as any other"
-    )
+    weights: Weights = "uniform"
     server_lr: float = Field(1.0, gt=0, description="step of the server towards the clients' average (eta_g)")
 
     def refuse(self, training: TrainingOptions) -> None:
@@ -60,19 +58,19 @@ class SCAFFOLD(FedAvg):
 
     def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         """A change of the control variate for every parameter that has one."""
-        return {name: tuple(p.shape) for name, p in controlled(model, self.rules(model)).items()}
+        return {name: tuple(p.shape) for name, p in self.rules(model).named_parameters(model, Owner.SHARED).items()}
 
     # ---- client half
 
     def train(self, client: Client, phase: str) -> float:
         """Local training with corrected gradients, and then the new control variate."""
-        parameters = controlled(client.model, client.rules)
+        parameters = client.rules.named_parameters(client.model, Owner.SHARED)
         own, common = (_variates(kept, parameters) for kept in (client.memory, client.received))
         start = anchors(list(parameters.values()))
         corrections = [c - c_i for c, c_i in zip(common, own, strict=True)]
         client.scratch |= {"corrected": list(zip(parameters.values(), corrections, strict=True)), "steps": 0}
         loss = super().train(client, phase)
-        pace = client.scratch["steps"] * client.rate(client.options.lr)
+        pace = client.scratch["steps"] * client.rate()
         changes = [(w_t - w.detach()) / pace - c for w_t, w, c in zip(start, parameters.values(), common, strict=True)]
         client.scratch["changes"] = dict(zip(parameters, changes, strict=True))
         client.memory |= {name: c_i + change for name, c_i, change in zip(parameters, own, changes, strict=True)}
@@ -110,12 +108,6 @@ class SCAFFOLD(FedAvg):
         for name, control in server.memory.items():
             server.memory[name] = before.memory.get(name, torch.zeros_like(control)).lerp(control, share)
             server.state[name] = before.state[name].lerp(server.state[name], self.server_lr)
-
-
-def controlled(model: Classifier, rules: Rules) -> dict[str, nn.Parameter]:
-    """The parameters that have a control variate, by name: those that are shared."""
-    shared = set(rules.names(Owner.SHARED))
-    return {name: parameter for name, parameter in model.named_parameters() if name in shared}
 
 
 def _variates(kept: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,14 +94,30 @@ class Client:
         """How many steps `steps(epochs)` has."""
         return epochs * len(batch_starts(len(self), self.options.batch_size))
 
-    def rate(self, lr: float) -> float:
-        """The learning rate `lr` after this round's decay."""
-        return lr * self.options.lr_decay ** (self.round - 1)
+    def rate(self, lr: float | None = None) -> float:
+        """The learning rate `lr`, by default `training.lr`, after this round's decay."""
+        return (self.options.lr if lr is None else lr) * self.options.lr_decay ** (self.round - 1)
+
+    def apart(
+        self, parameters: Sequence[nn.Parameter], own: Iterable[nn.Parameter], lr: float | None, **settings: Any
+    ) -> list[dict[str, Any]]:
+        """Groups for `optimizer`: `parameters` without those that are in `own`, and these; no empty group.
+
+        Args:
+            parameters: all that train.
+            own: the parameters that stand apart, with learning rate `lr` (None: `training.lr`) and `settings`.
+        """
+        chosen = {id(parameter) for parameter in own}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if id(p) not in chosen]},
+            {"params": [p for p in parameters if id(p) in chosen], "lr": self.rate(lr), **settings},
+        ]
+        return [group for group in groups if group["params"]]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """A new optimiser as configured, for parameter groups as torch takes them."""
         options, fused = self.options, self.device.type in ("cpu", "cuda")
-        common: dict[str, Any] = {"lr": self.rate(options.lr), "weight_decay": options.weight_decay, "fused": fused}
+        common: dict[str, Any] = {"lr": self.rate(), "weight_decay": options.weight_decay, "fused": fused}
         if options.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=options.momentum, **common)
         return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(groups, **common)
@@ -132,6 +148,13 @@ class Client:
         if state is not None:
             twin.load_state_dict(state, strict=False)
         return twin.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def training_features(self) -> Tensor:
+        """Pooled features `(N, d)` of the training images without augmentation, on the processor, as the model is."""
+        batches = torch.split(torch.arange(len(self)), self.options.batch_size)
+        steps = (Step(self, 0, self.inputs.batch(rows, None), self.labels[rows]) for rows in batches)
+        return torch.cat([step.features.cpu() for step in steps])
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """The way in which the trained blocks compute."""
