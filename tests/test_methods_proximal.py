@@ -17,11 +17,12 @@ from wardround.methods.base import FedAvg, Method
 from wardround.methods.check import NETWORKS
 from wardround.methods.ditto import Ditto
 from wardround.methods.fedbn import FedBN
+from wardround.methods.fedco2 import FedCO2
 from wardround.methods.fedper import FedPer
 from wardround.methods.fedprox import FedProx
 from wardround.methods.fedrep import FedRep
 from wardround.methods.isolated import Isolated
-from wardround.methods.proximal import anchors, squared_distance
+from wardround.methods.proximal import anchors, pull
 from wardround.methods.trial import Network, Trial
 from wardround.training.client import Client, Step
 
@@ -58,21 +59,22 @@ def pulled(
 # ---- the proximal term
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_the_distances_gradient(factor: float) -> None:
-    """Against autograd of the formula, whatever the distance is multiplied by."""
+@pytest.mark.parametrize("strength", [2.0, 0.25])
+def test_the_pulls_gradient(strength: float) -> None:
+    """Against autograd of the formula, on top of a task's gradient; a parameter that the task misses is pulled too."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4))]
     start = anchors(parameters)
     with torch.no_grad():
         for parameter in parameters:
             parameter += torch.randn(parameter.shape)
-    plain = sum(((p - s) ** 2).sum() for p, s in zip(parameters, start, strict=True))
-    ours = squared_distance(parameters, start)
-    torch.testing.assert_close(ours, plain)
-    expected = torch.autograd.grad(factor * plain, parameters)
-    for found, wanted in zip(torch.autograd.grad(factor * ours, parameters), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    distance = sum(((p - s) ** 2).sum() for p, s in zip(parameters, start, strict=True))
+    task = parameters[0].sin().sum()
+    expected = torch.autograd.grad(task + strength / 2 * distance, parameters)
+    parameters[0].sin().sum().backward()
+    pull(strength, parameters, start)
+    for parameter, wanted in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted)
 
 
 def test_fedprox_by_hand() -> None:
@@ -185,7 +187,9 @@ def test_fedbn_averages_with_equal_weights(weights: str, share: float) -> None:
 
 def test_fedbn_without_batch_norms_says_so_and_is_federated_averaging() -> None:
     (caution,) = FedBN().cautions(GN.model(FedBN()), {"large": 13})
-    assert "nothing to do" in caution
+    assert caution.startswith("fedbn: no batch norm")
+    (inherited,) = FedCO2().cautions(GN.model(FedCO2()), {"large": 13})
+    assert inherited.startswith("fedco2: no batch norm")
     assert "wardround:cnn-gn" in caution
     assert FedBN().cautions(BN.model(FedBN()), {"large": 13}) == []
     only_frozen = Network("wardround:cnn-bn", 20, 1)

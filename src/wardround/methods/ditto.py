@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wardround.federation.rules import Owner
 from wardround.methods.base import FedAvg
-from wardround.methods.proximal import anchors, squared_distance
+from wardround.methods.proximal import anchors, pull
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
 
@@ -59,7 +59,7 @@ class Ditto(FedAvg):
         return loss
 
     def train_personal(self, client: Client) -> float:
-        """The round of v_k, which is in the model; returns its mean loss, the pull included."""
+        """The round of v_k, which is in the model; returns its mean loss F_k."""
         parameters = self.parameters(client)
         purpose = "batches" if self.schedule == "interleaved" else "personal"
         steps = client.steps(self.epochs or client.options.local_epochs, purpose)
@@ -67,10 +67,8 @@ class Ditto(FedAvg):
 
     def backward_personal(self, step: Step) -> Tensor:
         """The gradient of `F_k(v) + lambda/2 ||v - w_t||^2`."""
-        loss = self.loss(step)
-        if self.strength:
-            loss = loss + self.strength / 2 * squared_distance(*step.client.scratch["received"])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.backward(step)
+        pull(self.strength, *step.client.scratch["received"])
         return loss
 
     def personalise(self, client: Client) -> None:

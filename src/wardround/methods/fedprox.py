@@ -9,14 +9,15 @@ from torch import Tensor
 
 from wardround.federation.rules import Owner
 from wardround.methods.base import FedAvg
-from wardround.methods.proximal import anchors, squared_distance
+from wardround.methods.proximal import anchors, pull
 from wardround.training.client import Client, Step
 
 
 class FedProx(FedAvg):
     """Li et al., MLSys 2020. Client k minimises `F_k(w) + mu/2 ||w - w_t||^2`, equation 2.
 
-    w are the shared parameters that train, w_t their values as received. With mu = 0 it is federated averaging.
+    w are the shared parameters that train, w_t their values as received. With mu = 0 it is federated averaging. The
+    loss that is logged is F_k, as that of other methods.
     """
 
     name: ClassVar[str] = "fedprox"
@@ -25,7 +26,7 @@ class FedProx(FedAvg):
         "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated Optimization in Heterogeneous Networks. MLSys 2020."
     )
     skews: ClassVar[tuple[str, ...]] = ("label", "quantity")
-    extra_cost: ClassVar[str] = "one pass over the parameters a step"
+    extra_cost: ClassVar[str] = "two passes over the parameters a step"
 
     mu: float = Field(0.01, ge=0, description="weight of the proximal term")
 
@@ -35,7 +36,8 @@ class FedProx(FedAvg):
         client.scratch["received"] = shared, anchors(shared)
         return super().train(client, phase)
 
-    def loss(self, step: Step) -> Tensor:
-        """The task loss and the proximal term."""
-        task = super().loss(step)
-        return task + self.mu / 2 * squared_distance(*step.client.scratch["received"]) if self.mu else task
+    def backward(self, step: Step) -> Tensor:
+        """The gradient of the task loss, and of the proximal term."""
+        loss = super().backward(step)
+        pull(self.mu, *step.client.scratch["received"])
+        return loss
