@@ -81,9 +81,26 @@ def test_a_name_is_a_method_a_preset_or_a_variant_with_settings() -> None:
     assert found["isolated:model.backbone=wardround:cnn-bn"].model.backbone == "wardround:cnn-bn"
 
 
+def test_a_variant_goes_before_a_method_of_its_name_however_it_is_typed() -> None:
+    changed = {"method": {"name": "fedprox", "mu": 0.5}}
+    base = experiment_from(TINY | {"variants": {"fedprox": changed, "Mine": {}, "mine": {"rounds": 9}}}, "base")
+    plain, more, exact = systems_named(base, ["FedProx", "FEDPROX:mu=1", "mine"])
+    assert (plain.label, plain.experiment.method["mu"]) == ("fedprox", 0.5)
+    assert more.experiment.method == {"name": "fedprox", "mu": 1}
+    assert (exact.label, exact.experiment.rounds) == ("mine", 9)
+
+
+def test_ccvr_goes_on_top_of_a_method_by_name() -> None:
+    sections = {"fedprox+ccvr": {"mu": 0.25}}
+    (system,) = systems_named(experiment_from(TINY | {"methods": sections}, "base"), ["fedprox+ccvr"])
+    assert system.experiment.method == {"name": "fedprox+ccvr", "mu": 0.25}
+    assert system.experiment.bound_method().name == "fedprox+ccvr"
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
+        (["fedprx+ccvr"], "--methods: there is no method or variant 'fedprx+ccvr'"),
         (["pafpp"], "--methods: there is no method or variant 'pafpp' (did you mean 'pafp'?)"),
         (["pafp:mloc=1"], "--methods pafp:mloc=1: method.mloc: there is no such key (did you mean 'm_loc'?)"),
         (["pafp:m_loc=2"], "--methods pafp:m_loc=2: method.m_loc: expected a number up to 1, found 2"),

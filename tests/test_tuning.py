@@ -103,6 +103,11 @@ def test_a_method_takes_the_lists_for_all_and_its_own() -> None:
     assert of("near", "fedprox", "method.name", "method.mu") == {"training.lr": [0.3], **heads, "method.mu": [7.0]}
 
 
+def test_ccvr_on_top_of_a_method_has_its_own_lists() -> None:
+    budget, (found,) = plan(base({"fedprox+ccvr": {"mu": [0.1, 0.2]}}), ["FedProx+CCVR"], Search())
+    assert (budget, found.label, found.space.values) == (2, "fedprox+ccvr", {"method.mu": [0.1, 0.2]})
+
+
 @pytest.mark.parametrize(
     ("listed", "message"),
     [

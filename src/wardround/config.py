@@ -19,7 +19,7 @@ from wardround.federation.files import write_atomically
 from wardround.federation.rounds import RoundOptions
 from wardround.keys import describe_keys
 from wardround.methods.base import Method
-from wardround.methods.registry import METHODS, method_from
+from wardround.methods.registry import METHODS, kind_of, method_from
 from wardround.models.options import ModelOptions
 from wardround.options import Options, explain
 from wardround.training.options import TrainingOptions
@@ -192,7 +192,7 @@ def experiment_from(tree: Mapping[str, Any], where: str) -> Experiment:
 def _check_systems(experiment: Experiment, where: str) -> None:
     """InputError unless every `[methods.NAME]` and `[variants.LABEL]` gives an experiment, used or not."""
     for name in experiment.methods:
-        if name not in METHODS:
+        if kind_of(name) is None:
             raise InputError(f"{where}: methods.{name}: there is no such method{suggestion(name, METHODS)}")
         experiment.changed({"method.name": name}, f"{where}: [methods.{name}]")
     for label in experiment.variants:

@@ -11,7 +11,7 @@ import numpy as np
 
 from wardround.config import Experiment, dotted
 from wardround.errors import InputError, suggestion
-from wardround.methods.registry import METHODS, PRESETS
+from wardround.methods.registry import METHODS, PRESETS, kind_of
 
 SECTIONS = ("training", "model", "method")
 _UNEQUAL = ("training.local_epochs",)  # a trial with more of it would see more images
@@ -88,7 +88,7 @@ def _shared(experiment: Experiment) -> dict[str, Any]:
     owners = {*METHODS, *PRESETS, *experiment.variants}
     found: dict[str, Any] = {}
     for name, inner in experiment.tune.items():
-        if name in owners:
+        if name in owners or kind_of(name) is not None:
             continue
         if isinstance(inner, Mapping) and name not in Experiment.model_fields:
             hint = suggestion(name, [*owners, *SECTIONS])

@@ -34,7 +34,7 @@ class FedBN(FedAvg):
         return super().rules(model).local(*modules_of_type(model, BATCH_NORMS)).frozen(model.frozen)
 
     def cautions(self, model: Classifier, examples: Mapping[str, int]) -> list[str]:
-        """Without a batch norm that trains, this is federated averaging."""
+        """Without a batch norm that trains, none stays at its client: FedBN is federated averaging then."""
         if modules_of_type(model.tuned, BATCH_NORMS):
             return super().cautions(model, examples)
-        return [f"fedbn has nothing to do: no batch norm among the trained blocks of {model.name}. It ran as fedavg."]
+        return [f"{self.name}: no batch norm among the trained blocks of {model.name}, so none stays at its client."]
