@@ -205,6 +205,10 @@ def compare_arithmetic(shape: Shape, repetitions: int, compiled: bool) -> list[d
     labels = torch.split(torch.from_numpy(data.labels), BATCH)
     choices = CHOICES if compiled else {**CHOICES, "compile": ("off",)}
     settings = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    if compiled:
+        from torch._dynamo import config
+
+        config.recompile_limit = len(settings)  # it would run the later networks uncompiled
     works = {}
     for setting in settings:
         options = TrainingOptions(batch_size=BATCH, **setting)  # type: ignore[arg-type]

@@ -97,9 +97,11 @@ def test_a_fixed_weight_takes_the_librarys_way() -> None:
         assert model(draw(1, 3, 9, 9, dtype=torch.float32)).grad_fn is None
 
 
-def test_pointwise_bfloat16_is_close() -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pointwise_bfloat16_is_close(layout: torch.memory_format) -> None:
     """Eight bits of mantissa, float32 sums: the gradients agree to about one per cent."""
-    model, x = network(), draw(4, 3, 11, 10, dtype=torch.float32)
+    model = network().to(memory_format=layout)
+    x = draw(4, 3, 11, 10, dtype=torch.float32).contiguous(memory_format=layout)
     plain = gradients(model, x)
     with FastConvolutions(shifts=False, pointwise=True):
         output = model(x)
@@ -109,6 +111,18 @@ def test_pointwise_bfloat16_is_close() -> None:
         assert (one - other).norm() < 0.03 * other.norm()
         assert one.dtype == torch.float32
     assert not all(torch.equal(one, other) for one, other in zip(fast, plain, strict=True))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_pointwise_convolution_on_channels_last_maps_is_the_librarys_in_bfloat16(stride: int, padding: int) -> None:
+    x = draw(2, 6, 5, 4, dtype=torch.float32).contiguous(memory_format=torch.channels_last)
+    weight, bias = draw(8, 6, 1, 1, seed=1, dtype=torch.float32), draw(8, seed=2, dtype=torch.float32)
+    with FastConvolutions(shifts=False, pointwise=True):
+        found = functional.conv2d(x, weight, bias, stride, padding)
+    expected = functional.conv2d(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), stride, padding).float()
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.02)
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_outside_the_context_nothing_is_taken_over() -> None:

@@ -52,13 +52,26 @@ class FastConvolutions(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor:
         if self.pointwise and groups == 1 and weight.shape[2:] == (1, 1):
-            narrow = None if bias is None else bias.bfloat16()
-            return functional.conv2d(x.bfloat16(), weight.bfloat16(), narrow, stride, padding, dilation).float()
+            return _pointwise(x, weight, bias, _pair(stride), padding, dilation)
         plain = bias is None and not isinstance(padding, str) and _pair(dilation) == (1, 1)
         if self.shifts and plain and weight.requires_grad and _is_depthwise(x, weight, groups):
             result: Tensor = DepthwiseConvolution.apply(x, weight, _pair(stride), _pair(padding))
             return result
         return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _pointwise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: Any, dilation: Any
+) -> Tensor:
+    """A 1x1 `conv2d` in bfloat16. On channels-last maps it is a matrix product, whose gradients are faster."""
+    narrow, kernel = x.bfloat16(), weight.bfloat16()
+    offset = None if bias is None else bias.bfloat16()
+    plain = stride == (1, 1) and padding in (0, (0, 0), [0, 0], "valid", "same")
+    if plain and x.is_contiguous(memory_format=torch.channels_last):
+        result = functional.linear(narrow.permute(0, 2, 3, 1), kernel.flatten(1), offset).permute(0, 3, 1, 2)
+    else:
+        result = functional.conv2d(narrow, kernel, offset, stride, padding, dilation)
+    return result.float()
 
 
 class DepthwiseConvolution(torch.autograd.Function):
@@ -89,15 +102,25 @@ def weight_gradient(
     x: Tensor, gradient: Tensor, kernel: int, stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
     """`dW` `(C, 1, k, k)` of a depthwise convolution of x `(B, C, H, W)`, given the output's gradient."""
-    padded = functional.pad(x.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    flow = gradient.permute(0, 2, 3, 1).contiguous()
-    rows, columns = flow.shape[1] * stride[0], flow.shape[2] * stride[1]
+    maps, flow = x.permute(0, 2, 3, 1).contiguous(), gradient.permute(0, 2, 3, 1).contiguous()
     result = x.new_empty(kernel, kernel, x.shape[1])
-    for i in range(kernel):
-        for j in range(kernel):
-            window = padded[:, i : i + rows : stride[0], j : j + columns : stride[1]]
-            torch.sum(window * flow, (0, 1, 2), out=result[i, j])
+    rows, columns = (
+        [_overlap(i, *sizes) for i in range(kernel)]
+        for sizes in zip(stride, padding, maps.shape[1:3], flow.shape[1:3], strict=True)
+    )
+    for i, (x_rows, g_rows) in enumerate(rows):
+        for j, (x_columns, g_columns) in enumerate(columns):
+            torch.sum(maps[:, x_rows, x_columns] * flow[:, g_rows, g_columns], (0, 1, 2), out=result[i, j])
     return result.permute(2, 0, 1).unsqueeze(1)
+
+
+def _overlap(shift: int, stride: int, padding: int, size: int, outputs: int) -> tuple[slice, slice]:
+    """Where in the input and in the output a kernel's row `shift` meets image and not padding."""
+    offset = shift - padding
+    first = max(0, -(offset // stride))
+    last = max(first, min(outputs, (size - 1 - offset) // stride + 1))
+    start = stride * first + offset
+    return slice(start, max(start, start + stride * (last - first - 1) + 1), stride), slice(first, last)
 
 
 def has_large_depthwise(model: torch.nn.Module) -> bool:
