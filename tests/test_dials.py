@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from study_scripts import study
 from wardround.config import load_experiment
 from wardround.methods.registry import METHODS
 from wardround.systems import systems_named
@@ -21,13 +20,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def dials() -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("dials", ROOT / "benchmarks" / "studies" / "dials.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dials"] = module
-    spec.loader.exec_module(module)
-    return module
+    return study("dials")
 
 
 def comparison(scores: dict[str, float], spread: float = 0.01) -> dict[str, Any]:
