@@ -46,10 +46,11 @@ def consensus_step(changes: Tensor, lengths: Tensor) -> Tensor:
     moving = lengths > 0
     if not moving.any():
         return torch.zeros_like(changes[0])
-    directions = changes[moving].flatten(1).double() / lengths[moving, None].double()
-    weights = simplex_weights((directions @ directions.T).numpy())
-    step = lengths.double().mean() * (torch.from_numpy(weights) @ directions)
-    return step.to(changes.dtype).view_as(changes[0])
+    moved, norms = changes if moving.all() else changes[moving], lengths[moving].double()
+    rows = moved.flatten(1)  # never divided by their norms: at many clients that would be a second copy of them all
+    weights = simplex_weights(((rows @ rows.T).double() / norms.outer(norms)).numpy())
+    step = (lengths.double().mean() * torch.from_numpy(weights) / norms).to(rows.dtype) @ rows
+    return step.view_as(changes[0])
 
 
 def similarity_averages(values: Tensor, lengths: Tensor, tau: float) -> list[Tensor]:
@@ -63,8 +64,7 @@ def similarity_averages(values: Tensor, lengths: Tensor, tau: float) -> list[Ten
     Returns:
         N tensors `(...)`.
     """
-    flat = values.flatten(1).double()
-    directions = flat / lengths[:, None].double().clamp(min=torch.finfo(torch.float32).tiny)
-    weights = torch.softmax(directions @ directions.T / tau, dim=1)
-    averages = (weights @ flat).to(values.dtype).view_as(values)
+    flat, norms = values.flatten(1), lengths.double().clamp(min=torch.finfo(torch.float32).tiny)
+    weights = torch.softmax((flat @ flat.T).double() / norms.outer(norms) / tau, dim=1)
+    averages = (weights.to(flat.dtype) @ flat).view_as(values)
     return [average.clone() for average in averages]

@@ -15,18 +15,32 @@ if TYPE_CHECKING:
     from wardround.models.classifier import Classifier
 
 
-class Eraser(nn.Module):
-    """What a client learns for itself: an affine transform per channel, and a 3x3 depth-wise convolution of it.
+class ChannelAffine(nn.Module):
+    """`w_c x + b_c` for each channel c; it starts as the identity.
 
-    The convolution has no bias. The transform starts as the identity.
+    A convolution with 1x1 kernels and one group a channel is the same, and many times slower on processors.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.scale = nn.Conv2d(channels, channels, 1, groups=channels)
+        self.weight = nn.Parameter(torch.ones(channels, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(B, C, H, W)` to the same shape."""
+        return torch.addcmul(self.bias, x, self.weight)
+
+
+class Eraser(nn.Module):
+    """What a client learns for itself: an affine transform per channel, and a 3x3 depth-wise convolution of it.
+
+    The convolution has no bias.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = ChannelAffine(channels)
         self.depthwise = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
-        nn.init.ones_(self.scale.weight)
-        nn.init.zeros_(self.scale.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(B, C, H, W)` to the transformed maps and their convolution, both of the same shape."""
