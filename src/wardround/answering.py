@@ -23,7 +23,7 @@ from wardround.federation.codecs import Codec
 from wardround.federation.messages import BadMessage, Message, Schema, Spec, check, named, plain_copy
 from wardround.federation.rounds import EVALUATE
 from wardround.federation.rules import Owner
-from wardround.federation.store import ClientStore
+from wardround.federation.store import Store
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier
 from wardround.models.logit_corrector import LogitCorrector
@@ -62,7 +62,7 @@ class Answerer:
         options: TrainingOptions,
         image_size: int,
         cache: PrefixCache,
-        store: ClientStore,
+        store: Store,
         codec: Codec,
         seed: int,
         folder: Path | None,
@@ -86,6 +86,7 @@ class Answerer:
 
     def reply(self, name: str, message: Message) -> Message:
         """Load the client, do what `message` asks, keep its local state, and say what may be said."""
+        self.store.begin(name, message.scalars)
         client = self.load(name, message)
         scalars: dict[str, Any] = {"examples": len(client)}
         if message.scalars.get("evaluate_received") and self.side.initial_state:
@@ -110,7 +111,7 @@ class Answerer:
     def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Start from the local states of a checkpoint."""
         for client, state in states.items():
-            self.store.put(client, {n: t for n, t in state.items() if not n.startswith(PERSONAL + "/")})
+            self.store.put(client, resumable(state))
 
     def client_inputs(self, name: str, split: SplitName) -> Inputs:
         """The inputs of one split, made when first asked for and kept while this object lives."""
@@ -240,6 +241,11 @@ def set_label_counts(model: Classifier, counts: Tensor) -> None:
     """Tell a logit corrector, if the model has one, the client's training images per class `(C,)`."""
     if isinstance(model.corrector, LogitCorrector):
         model.corrector.set_counts(counts)
+
+
+def resumable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a client's part of a checkpoint it goes on with: not what only the finished model needs."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(PERSONAL + "/")}
 
 
 def under(space: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

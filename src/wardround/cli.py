@@ -86,13 +86,16 @@ def run_command(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; by default runs/<name>-<method>")] = None,
     workers: Workers = None,
+    transport: Annotated[
+        Literal["local", "flower"] | None, typer.Option(help="what carries the messages; by default as the file says")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on after the last checkpoint, also with more rounds")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one federation with one method."""
-    config = _load(experiment, overrides)
+    config = _load(experiment, [*(overrides or []), *([f"transport.name={transport}"] if transport else [])])
     from wardround.display import RunDisplay
     from wardround.experiment import run
     from wardround.report.page import write_report

@@ -35,6 +35,7 @@ _NOT_NUMBERS = (
     ("rounds",),
     ("data", "path"),
     ("data", "fold_file"),
+    ("transport", "name"),
     ("transport", "workers"),
     ("training", "cache_ram_mib"),
     ("federation", "checkpoint_every"),
@@ -48,7 +49,9 @@ _NOT_NUMBERS = (
 class TransportOptions(Options):
     """The `[transport]` section: what carries the messages, and in which form."""
 
-    name: Literal["local"] = Field("local", description="local: workers of this machine")
+    name: Literal["local", "flower"] = Field(
+        "local", description="local: workers of this machine; flower: the same messages over Flower's simulation"
+    )
     workers: int | None = Field(None, ge=1, description="worker processes; none: one a processor core")
     codec: str = Field(
         "float32", description="float32, float16, float16+zlib or float16+shuffle+zlib, in both directions"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from wardround import run_folder, seeds
-from wardround.answering import Answerer
+from wardround.answering import Answerer, resumable
 from wardround.config import Experiment
 from wardround.data import Federation
 from wardround.data.cache import default_folder
@@ -22,13 +22,15 @@ from wardround.data.read import read_federation
 from wardround.errors import InputError
 from wardround.evaluation.results import client_results, summarise
 from wardround.federation.checkpoints import Checkpoint, Checkpoints
-from wardround.federation.codecs import codec_named
+from wardround.federation.codecs import Codec, codec_named
 from wardround.federation.files import write_atomically
+from wardround.federation.flower_setup import need_flower
+from wardround.federation.journal import Journal
 from wardround.federation.local import InProcess, WorkerProcesses
 from wardround.federation.observers import Observer
 from wardround.federation.rounds import RoundLoop
 from wardround.federation.server import Server
-from wardround.federation.store import ClientStore
+from wardround.federation.store import ClientStore, Store
 from wardround.federation.transport import Transport
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier, build_classifier
@@ -41,6 +43,7 @@ from wardround.training.losses import weight_cautions
 from wardround.training.selftest import choose_arithmetic
 
 MIB = 2**20
+STATE = "state"  # the folder of clients' state while a run lasts
 
 
 @dataclass(frozen=True)
@@ -214,13 +217,15 @@ class _Session:
         self._tidy()
 
     def _tidy(self) -> None:
-        shutil.rmtree(self.out / "state", ignore_errors=True)
+        shutil.rmtree(self.out / STATE, ignore_errors=True)
 
 
 def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, workers: int) -> Transport:
     """This process alone for one worker, or on a GPU, which workers could not share well; else processes."""
     codec = codec_named(setup.experiment.transport.codec)
     workers = min(workers, len(setup.federation.clients))
+    if setup.experiment.transport.name == "flower":
+        return _simulated(setup, codec, out, checkpoint, workers)
     make = functools.partial(make_answerer, setup, out, checkpoint, workers)
     if workers == 1 or setup.device.type != "cpu":
         return InProcess(codec, make())
@@ -229,13 +234,31 @@ def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, worke
     return WorkerProcesses(codec, make, load, workers)
 
 
+def _simulated(setup: Setup, codec: Codec, out: Path, checkpoint: Checkpoint | None, workers: int) -> Transport:
+    """Flower's simulation, whose clients begin where the checkpoint says."""
+    need_flower()
+    from wardround.federation.flower_simulation import SimulatedClients, Simulation
+    from wardround.flower_client import Residence, client_app
+
+    names = setup.federation.names
+    journal = Journal(out / STATE)
+    if checkpoint is not None:
+        for name in names:
+            journal.begin(name, {"round": checkpoint.round})
+            journal.put(name, resumable(checkpoint.client(name)))
+    simulation = Simulation(client_app(Residence(out, workers)), len(names), workers)
+    return SimulatedClients(codec, names, setup.experiment.digest(), simulation)
+
+
 def prepare_to_fork() -> None:
     """Import now what optimisers import when they are first made, or each process would spend the seconds anew."""
     import torch._dynamo  # noqa: F401
 
 
-def make_answerer(setup: Setup, out: Path | None, checkpoint: Checkpoint | None, workers: int) -> Answerer:
-    """The client half in one worker."""
+def make_answerer(
+    setup: Setup, out: Path | None, checkpoint: Checkpoint | None, workers: int, store: Store | None = None
+) -> Answerer:
+    """The client half in one worker; without a `store`, its clients' state lives as long as it does."""
     torch.set_num_threads(setup.experiment.training.threads)
     experiment = setup.experiment
     training, size = experiment.training, experiment.data.image_size
@@ -249,8 +272,8 @@ def make_answerer(setup: Setup, out: Path | None, checkpoint: Checkpoint | None,
         budget=training.cache_ram_mib * MIB // workers,
         folder=setup.cache,
     )
-    spill = (out or Path()) / "state"
-    store = ClientStore(spill, experiment.transport.state_ram_mib * MIB // workers)
+    spill = (out or Path()) / STATE
+    store = store or ClientStore(spill, experiment.transport.state_ram_mib * MIB // workers)
     answerer = Answerer(
         setup.method, setup.model, setup.federation, training, size, cache, store,
         codec_named(experiment.transport.codec), experiment.seed, out,

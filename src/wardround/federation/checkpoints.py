@@ -116,6 +116,11 @@ class Checkpoints:
         """The rounds that have a complete folder, oldest first."""
         return sorted(round for path, round, finished in self._folders() if finished and (path / MANIFEST).exists())
 
+    def oldest_kept(self) -> int:
+        """The round that a run goes back to if all later checkpoints prove damaged; 0 for its start."""
+        rounds = self.rounds()
+        return rounds[-self.keep] if len(rounds) >= self.keep else 0
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; a damaged one is passed over, and `complaints` says so.
 

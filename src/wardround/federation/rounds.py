@@ -93,8 +93,8 @@ class RoundLoop:
         self._tell("round_started", round, clients)
         scores: list[float] = []
         closing = self.method.closing_phases() if round == self.rounds else ()
-        for phase in (*self.method.phases(round), *closing):
-            scalars = self._instructions(round, phase)
+        for number, phase in enumerate((*self.method.phases(round), *closing)):
+            scalars = self._instructions(round, phase) | {"exchange": number}
             replies = self._exchange(round, phase, clients, scalars, scores)
             self.method.combine(self.server, phase, replies)
             for _ in replies:  # a method may have seen enough; the quorum and the traffic are of all
@@ -125,6 +125,7 @@ class RoundLoop:
             "evaluate_personal": trains and self.evaluates(round),
             "checkpoint": trains and self._keeps(round),
             "checkpoint_round": self._next_due(round),
+            "resumable": self.checkpoints.oldest_kept() if self.checkpoints else 0,
             "final": trains and round == self.rounds,
         }
 

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import safetensors.torch
@@ -29,6 +30,22 @@ def file_name(client: str) -> str:
     if len(name) > LONGEST_NAME:
         name = f"{name[:LONGEST_NAME]}~{hashlib.sha256(client.encode()).hexdigest()[:16]}"
     return f"client-{name}.safetensors"
+
+
+class Store(Protocol):
+    """Where a client half keeps what its clients keep."""
+
+    def begin(self, client: str, scalars: Mapping[str, Any]) -> None:
+        """`client` is about to answer a message with these scalars."""
+
+    def get(self, client: str) -> dict[str, Tensor]:
+        """The state with which it answers, as a copy; empty before its first."""
+
+    def put(self, client: str, state: Mapping[str, Tensor]) -> None:
+        """What the answer leaves behind."""
+
+    def save(self, client: str, folder: Path, extra: Mapping[str, Tensor]) -> None:
+        """Write the state, and `extra` beside it, to `folder` for a checkpoint."""
 
 
 class ClientStore:
@@ -53,6 +70,9 @@ class ClientStore:
         self._parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self._parent))
 
+    def begin(self, client: str, scalars: Mapping[str, Any]) -> None:
+        """`client` is about to answer a message with these scalars. This store keeps the latest state alone."""
+
     def get(self, client: str) -> dict[str, Tensor]:
         """A copy of the state of `client`; empty before its first `put`."""
         if client in self._memory:
@@ -70,9 +90,7 @@ class ClientStore:
 
     def save(self, client: str, folder: Path, extra: Mapping[str, Tensor]) -> None:
         """Write the state of `client`, and `extra` beside it, to `folder` for a checkpoint."""
-        state = {**self.get(client), **extra}
-        if state:
-            write_atomically(folder / file_name(client), safetensors.torch.save(state))
+        save_state({**self.get(client), **extra}, client, folder)
 
     def _forget(self, client: str) -> None:
         if client in self._memory:
@@ -83,6 +101,12 @@ class ClientStore:
         write_atomically(self.folder / file_name(client), frame, durable=False)
         self._spilled.add(client)
         self._forget(client)
+
+
+def save_state(state: Mapping[str, Tensor], client: str, folder: Path) -> None:
+    """Write the state of `client` to its file in `folder`; an empty one has no file."""
+    if state:
+        write_atomically(folder / file_name(client), safetensors.torch.save(dict(state)))
 
 
 def _size(state: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,201 @@
+"""Messages carried by Flower: the server's transport, and the envelope that both sides know.
+
+Flower delivers; what is delivered are this package's frames. So codecs, checks and byte counts are those of every
+other transport, and Flower sees names of clients and sealed bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from wardround.errors import RunError
+from wardround.federation.codecs import Codec
+from wardround.federation.messages import shorten
+from wardround.federation.transport import Outbox, Refused, Transport
+
+RECORD = "wardround"
+ANSWER, ROLL_CALL = "query.answer", "query.roll_call"
+ATTEMPTS = 3  # how often a message is sent again that was lost with its node
+PAUSES = (0.01, 1.0)  # seconds between two looks for replies: at first, and at most
+REMINDER = 30.0  # seconds after which the server says whom it waits for
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What travels around a frame.
+
+    Attributes:
+        client: whom it is for, or from.
+        experiment: a hash of all that decides the numbers; both sides must mean the same.
+        ticket: a word of the server's that a reply must bring back, so that no other reply passes for it.
+        frame: an encoded message; empty in a roll call and where an answer is refused.
+        refusal: why there is no answer.
+    """
+
+    client: str = ""
+    experiment: str = ""
+    ticket: str = ""
+    frame: bytes = b""
+    refusal: str = ""
+
+    def sealed(self) -> RecordDict:
+        """As Flower carries it."""
+        return RecordDict({RECORD: ConfigRecord(dict(self.__dict__))})
+
+    @classmethod
+    def opened(cls, content: RecordDict) -> Envelope:
+        """What `sealed` made; anything else is an envelope that says so."""
+        record = content.config_records.get(RECORD)
+        fields = dict(record) if record is not None else {}
+        kinds = {name: type(value) for name, value in cls().__dict__.items()}
+        if fields.keys() != kinds.keys() or any(not isinstance(fields[name], kinds[name]) for name in kinds):
+            return cls(refusal="not a message of this package")
+        return cls(**fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Exchange:
+    """One exchange in progress.
+
+    Attributes:
+        ticket: that of this exchange.
+        end: when the deadline passes, in the seconds of the monotonic clock.
+        sent: client by Flower's name for the message that it has not answered yet.
+        attempts: how often each client was asked.
+        answers: answers that wait for their turn.
+    """
+
+    ticket: str
+    end: float | None
+    sent: dict[str, str] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, bytes | Refused] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.end is not None and time.monotonic() >= self.end
+
+
+class FlowerTransport(Transport):
+    """Clients are ClientApps that Flower reaches, in its simulation or at its SuperNodes.
+
+    Args:
+        codec: how messages become bytes.
+        grid: Flower's.
+        clients: the names of all clients.
+        experiment: the digest that clients must have as well.
+    """
+
+    def __init__(self, codec: Codec, grid: Grid, clients: Sequence[str], experiment: str) -> None:
+        super().__init__(codec)
+        self.grid, self.clients, self.experiment = grid, tuple(clients), experiment
+        self.nodes: dict[str, int] = {}
+
+    def call_roll(self, seconds: float | None = None) -> None:
+        """Ask every node which client it is, until all are known.
+
+        Raises:
+            RunError: not all answered within `seconds`, two nodes claim one name, or a node has another experiment.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._absent():
+            self._ask_names(5.0)
+            if end is not None and time.monotonic() >= end and self._absent():
+                raise RunError(f"no answer from {', '.join(self._absent())} within {seconds:g} s")
+
+    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
+        """Send every frame at once; hand the answers on in the order of the clients."""
+        end = None if deadline is None else time.monotonic() + deadline
+        exchange = _Exchange(secrets.token_hex(16), end)
+        for client in outbox.clients:
+            self._send(exchange, client, outbox)
+        for client in outbox.clients:
+            pause = PAUSES[0]
+            while client not in exchange.answers:
+                if not self._collect(exchange, outbox):
+                    time.sleep(pause)
+                    pause = min(2 * pause, PAUSES[1])
+                if exchange.over:
+                    for late in exchange.sent.values():
+                        exchange.answers.setdefault(late, Refused("late: no answer before the deadline"))
+            yield client, exchange.answers.pop(client)
+
+    def _send(self, exchange: _Exchange, client: str, outbox: Outbox) -> None:
+        """Ask a client, for the first time or again."""
+        exchange.attempts[client] = exchange.attempts.get(client, 0) + 1
+        envelope = Envelope(client, self.experiment, exchange.ticket, outbox.frame(client))
+        identifiers = self._push(envelope, [self.nodes[client]], ANSWER) if client in self.nodes else []
+        if identifiers:
+            exchange.sent[identifiers[0]] = client
+        else:
+            exchange.answers[client] = Refused("not connected")
+
+    def _push(self, envelope: Envelope, nodes: Iterable[int], kind: str) -> list[str]:
+        content = envelope.sealed()
+        messages = [Message(content=content, dst_node_id=node, message_type=kind) for node in nodes]
+        return list(self.grid.push_messages(messages))
+
+    def _collect(self, exchange: _Exchange, outbox: Outbox) -> bool:
+        """Take in the replies that have come; False where there was none."""
+        replies = list(self.grid.pull_messages(list(exchange.sent)))
+        for reply in replies:
+            client = exchange.sent.pop(reply.metadata.reply_to_message_id)
+            if reply.has_error() and exchange.attempts[client] < ATTEMPTS and not exchange.over:
+                self._ask_names(5.0)  # it may have come back as another node
+                self._send(exchange, client, outbox)
+            else:
+                exchange.answers[client] = self._opened(reply, client, exchange.ticket)
+        return bool(replies)
+
+    def _opened(self, reply: Message, client: str, ticket: str) -> bytes | Refused:
+        if reply.has_error():
+            return Refused(f"Flower: {shorten(str(reply.error.reason))} (code {reply.error.code})")
+        envelope = Envelope.opened(reply.content)
+        if envelope.refusal:
+            return Refused(shorten(envelope.refusal, 1000))
+        if (envelope.client, envelope.ticket) != (client, ticket):
+            return Refused(f"a reply of {shorten(envelope.client)!r} to another message: replayed, or mixed up")
+        return envelope.frame
+
+    # ---- who is where
+
+    def _absent(self) -> list[str]:
+        return [client for client in self.clients if client not in self.nodes]
+
+    def _ask_names(self, seconds: float) -> None:
+        """Ask the nodes that are not known, and note what they answer within `seconds`."""
+        ticket, end = secrets.token_hex(16), time.monotonic() + seconds
+        connected = set(self.grid.get_node_ids())
+        self.nodes = {client: node for client, node in self.nodes.items() if node in connected}
+        strangers = connected - set(self.nodes.values())
+        envelope = Envelope(experiment=self.experiment, ticket=ticket)
+        waiting = set(self._push(envelope, sorted(strangers), ROLL_CALL)) if strangers else set[str]()
+        while time.monotonic() < end:
+            for reply in self.grid.pull_messages(list(waiting)) if waiting else ():
+                waiting.discard(reply.metadata.reply_to_message_id)
+                self._note(reply, ticket)
+            if not self._absent() or not waiting:
+                break
+            time.sleep(0.05)
+        if not connected:
+            time.sleep(0.2)
+
+    def _note(self, reply: Message, ticket: str) -> None:
+        """Enter a node into the list, or say why not."""
+        if reply.has_error():
+            return
+        envelope = Envelope.opened(reply.content)
+        if envelope.refusal:
+            raise RunError(f"{shorten(envelope.client) or 'a node'} does not take part: {shorten(envelope.refusal)}")
+        if envelope.ticket != ticket or envelope.client not in self.clients:
+            raise RunError(f"a node calls itself {shorten(envelope.client)!r} (expected: {', '.join(self.clients)})")
+        node = reply.metadata.src_node_id
+        if self.nodes.setdefault(envelope.client, node) != node:
+            raise RunError(f"two nodes call themselves {envelope.client!r}")

@@ -1,0 +1,102 @@
+"""The client half under Flower: a ClientApp that answers this package's messages with the one client function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from wardround import run_folder
+from wardround.answering import Answerer
+from wardround.config import load_experiment
+from wardround.errors import InputError
+from wardround.experiment import STATE, make_answerer, set_up
+from wardround.federation.flower import ANSWER, ROLL_CALL, Envelope
+from wardround.federation.journal import Journal
+from wardround.federation.transport import Refused
+from wardround.federation.workers import answer_or_reason
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where a client half lives.
+
+    Attributes:
+        folder: of the run; its `config.toml` has nothing that is `auto`.
+        processes: how many share the memory for caches and state.
+    """
+
+    folder: Path
+    processes: int = 1
+
+    def client(self, context: Context, names: tuple[str, ...]) -> str:
+        """The client that a node is: `client` of its configuration, or, in a simulation, its partition."""
+        given = context.node_config.get("client")
+        if given is not None:
+            if given not in names:
+                raise InputError(f"client={given!r}: the experiment has no such client (it has {', '.join(names)})")
+            return str(given)
+        return names[int(context.node_config["partition-id"])]
+
+
+_RESIDENTS: dict[Residence, tuple[Answerer, str]] = {}  # of this process, with the digests of their experiments
+
+
+def resident(residence: Residence) -> tuple[Answerer, str]:
+    """The answerer that lives there, made when first needed and kept while this process lives."""
+    if residence not in _RESIDENTS:
+        setup = set_up(load_experiment(residence.folder / run_folder.CONFIG))
+        journal = Journal(residence.folder / STATE)
+        answerer = make_answerer(setup, residence.folder, None, residence.processes, journal)
+        _RESIDENTS[residence] = (answerer, setup.experiment.digest())
+    return _RESIDENTS[residence]
+
+
+def client_app(residence: Residence) -> ClientApp:
+    """A ClientApp that answers with the client half that lives at `residence`."""
+    app = ClientApp()
+
+    @app.query(ROLL_CALL.partition(".")[2])
+    def roll_call(message: Message, context: Context) -> Message:
+        return _reply(message, lambda envelope: _named(residence, context, envelope))
+
+    @app.query(ANSWER.partition(".")[2])
+    def answer(message: Message, context: Context) -> Message:
+        return _reply(message, lambda envelope: _answered(residence, context, envelope))
+
+    return app
+
+
+def _reply(message: Message, answer: Callable[[Envelope], Envelope]) -> Message:
+    """What `answer` says, or why it cannot say it."""
+    envelope = Envelope.opened(message.content)
+    try:
+        found = answer(envelope)
+    except InputError as error:
+        found = Envelope(envelope.client, envelope.experiment, envelope.ticket, refusal=str(error))
+    return Message(content=found.sealed(), reply_to=message)
+
+
+def _named(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
+    answerer, digest = resident(residence)
+    name = residence.client(context, answerer.federation.names)
+    refusal = "" if envelope.experiment == digest else _other_experiment(envelope.experiment, digest)
+    return Envelope(name, digest, envelope.ticket, refusal=refusal)
+
+
+def _answered(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
+    named = _named(residence, context, envelope)
+    if named.refusal or envelope.client != named.client:
+        refusal = named.refusal or f"this is {named.client!r}, the message is for {envelope.client!r}"
+        return Envelope(named.client, named.experiment, envelope.ticket, refusal=refusal)
+    answer = answer_or_reason(resident(residence)[0], named.client, envelope.frame)
+    if isinstance(answer, Refused):
+        return Envelope(named.client, named.experiment, envelope.ticket, refusal=answer.reason)
+    return Envelope(named.client, named.experiment, envelope.ticket, answer)
+
+
+def _other_experiment(asked: str, own: str) -> str:
+    return f"the server's experiment is another one (digest {asked[:12]}, here {own[:12]})"
