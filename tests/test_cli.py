@@ -75,7 +75,7 @@ for arguments in (["--help"], ["run", "--help"], ["--version"], ["backbones"]):
 
 def test_help_lists_every_command() -> None:
     said = wardround("--help").output
-    names = "run compare tune skew report predict export methods datasets backbones keys check-data"
+    names = "run compare tune skew report predict export methods datasets backbones keys check-data flower"
     for name in names.split():
         assert re.search(rf"\b{name}\b", said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from experiment_fixtures import checkpoint_bytes, figures, tiny
 from federation_fakes import FLOAT32, X, x
+from wardround.config import load_experiment
 from wardround.errors import InputError, RunError
 from wardround.experiment import run
 from wardround.federation import flower_setup
@@ -24,7 +26,7 @@ need_flower()
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from wardround import flower_client  # noqa: E402
+from wardround import flower_app, flower_client  # noqa: E402
 from wardround.federation.flower import ANSWER, RECORD, ROLL_CALL, Envelope, FlowerTransport  # noqa: E402
 from wardround.federation.messages import Message as Ours  # noqa: E402
 from wardround.federation.transport import Refused  # noqa: E402
@@ -257,6 +259,50 @@ def test_the_simulation_has_the_bits_of_the_local_transport_and_resumes_to_them(
     longer = keys | {"rounds": 4}
     run(tiny(**longer), tmp_path / "local", workers=1, resume=True)
     run(tiny(**longer, transport__name="flower"), tmp_path / "flower", workers=2, resume=True)
+    assert figures(tmp_path / "flower") == figures(tmp_path / "local")
+    assert checkpoint_bytes(tmp_path / "flower") == checkpoint_bytes(tmp_path / "local")
+
+
+def test_an_app_holds_the_experiment_and_what_flower_asks_for(tmp_path: Path) -> None:
+    experiment = tiny(rounds=1)
+    assert flower_app.build_app(experiment, tmp_path / "app", "My Trial!", tmp_path / "run") == 3
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "my-trial"
+    found = project["tool"]["flwr"]["app"]
+    assert found["config"] == {"out": str(tmp_path / "run")}
+    for component in found["components"].values():
+        module, attribute = component.split(":")
+        source = tmp_path / "app" / f"{module.replace('.', '/')}.py"
+        names: dict[str, Any] = {"__file__": str(source)}
+        exec(source.read_text(), names)
+        assert type(names[attribute]).__name__ in ("ServerApp", "ClientApp")
+    assert load_experiment(tmp_path / "app" / "app" / "experiment.toml").digest() == experiment.digest()
+    assert "--num-supernodes 3" in (tmp_path / "app" / "README.md").read_text()
+    with pytest.raises(InputError, match="is not empty"):
+        flower_app.build_app(experiment, tmp_path / "app", "again", tmp_path / "run")
+
+
+def test_the_servers_app_runs_the_experiment_over_any_grid(tmp_path: Path) -> None:
+    """With a grid that calls our ClientApp in this process: the bits of the local transport once more."""
+    run(tiny(rounds=2), tmp_path / "local", workers=1)
+    app = flower_client.client_app()
+    config = {"out": str(tmp_path / "flower")}
+
+    class Nodes(FakeGrid):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            names = []
+            for message in messages:
+                node = message.metadata.dst_node_id
+                names.append(f"message-{next(self.numbers)}")
+                message.metadata.__dict__["_message_id"] = names[-1]
+                where = Context(
+                    run_id=1, node_id=node, node_config={"partition-id": node}, state=RecordDict(), run_config=config
+                )
+                self.replies[names[-1]] = app(message, where)
+                self.replies[names[-1]].metadata.__dict__["_src_node_id"] = node
+            return names
+
+    flower_app.serve(tiny(rounds=2), tmp_path / "flower", Nodes(dict.fromkeys(range(3))))  # type: ignore[arg-type]
     assert figures(tmp_path / "flower") == figures(tmp_path / "local")
     assert checkpoint_bytes(tmp_path / "flower") == checkpoint_bytes(tmp_path / "local")
 

@@ -30,6 +30,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+flower = typer.Typer(help="Federations over Flower (pip install 'wardround[flower]').", no_args_is_help=True)
+app.add_typer(flower, name="flower")
 out_console, err_console = Console(), Console(stderr=True)
 
 ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
@@ -40,7 +42,9 @@ Workers = Annotated[int | None, typer.Option(min=1, help="worker processes; by d
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
-def command(name: str, interrupted: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
+def command(
+    name: str, interrupted: str = "stopped", of: typer.Typer = app
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a command whose errors become messages and exit statuses; `interrupted` is said at Ctrl-C."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
@@ -59,7 +63,7 @@ def command(name: str, interrupted: str = "stopped") -> Callable[[Callable[P, No
             except KeyboardInterrupt:
                 _stop(interrupted, 130)
 
-        app.command(name)(guarded)
+        of.command(name)(guarded)
         return guarded
 
     return register
@@ -330,6 +334,21 @@ def export_command(
 
     export(load_trained(folder, client, model), to)
     _say(to)
+
+
+@command("build", of=flower)
+def flower_build_command(
+    experiment: ExperimentFile,
+    out: Annotated[Path, typer.Option(metavar="APP", help="the app's folder; new or empty")],
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option(help="the run's folder; by default runs/<name>-flower")] = None,
+) -> None:
+    """Write the experiment as a Flower app, to be inspected, signed and run with Flower's own commands."""
+    config = _load(experiment, overrides)
+    from wardround.flower_app import build_app
+
+    clients = build_app(config, out, experiment.stem, run or Path("runs") / f"{experiment.stem}-flower")
+    _say(f"written: {out}, for {clients} nodes; run it with: flwr run {out} --stream")
 
 
 @command("methods")

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from wardround.training.losses import weight_cautions
 from wardround.training.selftest import choose_arithmetic
 
 MIB = 2**20
+Connect = Callable[["Setup", Path, Checkpoint | None], Transport]  # makes the transport of a run
 STATE = "state"  # the folder of clients' state while a run lasts
 
 
@@ -135,6 +136,7 @@ def run(
     label: str | None = None,
     observers: Sequence[Observer] = (),
     federation: Federation | None = None,
+    connect: Connect | None = None,
 ) -> dict[str, Any]:
     """Run an experiment into a folder and return its `results.json`.
 
@@ -147,6 +149,7 @@ def run(
         label: what tables call the run; the method's name by default.
         observers: told of every event, besides the recorder.
         federation: images that are read already.
+        connect: makes the transport, where it is not for this function to make one.
 
     Raises:
         InputError: the input is wrong, or `out` belongs to another experiment.
@@ -159,7 +162,7 @@ def run(
         kept = _finished(out, experiment.rounds, checkpoints, checkpoint)
         if kept is not None:
             return kept
-        session = _Session(out, checkpoints, checkpoint, workers)
+        session = _Session(out, checkpoints, checkpoint, connect or functools.partial(open_transport, workers=workers))
         results = session.run(run_folder.as_recorded(experiment, out), label, observers, federation)
         write_atomically(out / run_folder.RESULTS, json.dumps(results, indent=1).encode())
     return results
@@ -180,7 +183,7 @@ class _Session:
     out: Path
     checkpoints: Checkpoints
     checkpoint: Checkpoint | None
-    workers: int | None
+    connect: Connect
 
     def run(
         self, experiment: Experiment, label: str | None, observers: Sequence[Observer], federation: Federation | None
@@ -190,8 +193,7 @@ class _Session:
         setup = set_up(experiment, federation)
         self._prepare(setup)
         recorder = Recorder(self.out, self.done)
-        workers = self.workers or experiment.transport.workers or run_folder.cores()
-        with open_transport(setup, self.out, self.checkpoint, workers) as transport:
+        with self.connect(setup, self.out, self.checkpoint) as transport:
             loop = _loop(setup, transport, self.checkpoints, self.checkpoint, [recorder, *observers])
             ready = time.monotonic()
             loop.run()
@@ -220,10 +222,11 @@ class _Session:
         shutil.rmtree(self.out / STATE, ignore_errors=True)
 
 
-def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, workers: int) -> Transport:
-    """This process alone for one worker, or on a GPU, which workers could not share well; else processes."""
+def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, workers: int | None = None) -> Transport:
+    """What `transport.name` says. `local` is this process alone for one worker, or on a GPU, else worker processes."""
     codec = codec_named(setup.experiment.transport.codec)
-    workers = min(workers, len(setup.federation.clients))
+    wanted = workers or setup.experiment.transport.workers or run_folder.cores()
+    workers = min(wanted, len(setup.federation.clients))
     if setup.experiment.transport.name == "flower":
         return _simulated(setup, codec, out, checkpoint, workers)
     make = functools.partial(make_answerer, setup, out, checkpoint, workers)
@@ -241,13 +244,19 @@ def _simulated(setup: Setup, codec: Codec, out: Path, checkpoint: Checkpoint | N
     from wardround.flower_client import Residence, client_app
 
     names = setup.federation.names
-    journal = Journal(out / STATE)
-    if checkpoint is not None:
-        for name in names:
-            journal.begin(name, {"round": checkpoint.round})
-            journal.put(name, resumable(checkpoint.client(name)))
+    begin_journals(out, names, checkpoint)
     simulation = Simulation(client_app(Residence(out, workers)), len(names), workers)
     return SimulatedClients(codec, names, setup.experiment.digest(), simulation)
+
+
+def begin_journals(out: Path, names: Iterable[str], checkpoint: Checkpoint | None) -> None:
+    """Let clients that share the run's folder begin where the checkpoint says."""
+    if checkpoint is None:
+        return
+    journal = Journal(out / STATE)
+    for name in names:
+        journal.begin(name, {"round": checkpoint.round})
+        journal.put(name, resumable(checkpoint.client(name)))
 
 
 def prepare_to_fork() -> None:

@@ -55,19 +55,24 @@ def resident(residence: Residence) -> tuple[Answerer, str]:
     return _RESIDENTS[residence]
 
 
-def client_app(residence: Residence) -> ClientApp:
-    """A ClientApp that answers with the client half that lives at `residence`."""
+def client_app(residence: Residence | None = None) -> ClientApp:
+    """A ClientApp that answers with the client half that lives at `residence`, or where its context says."""
     app = ClientApp()
 
     @app.query(ROLL_CALL.partition(".")[2])
     def roll_call(message: Message, context: Context) -> Message:
-        return _reply(message, lambda envelope: _named(residence, context, envelope))
+        return _reply(message, lambda envelope: _named(residence or residence_of(context), context, envelope))
 
     @app.query(ANSWER.partition(".")[2])
     def answer(message: Message, context: Context) -> Message:
-        return _reply(message, lambda envelope: _answered(residence, context, envelope))
+        return _reply(message, lambda envelope: _answered(residence or residence_of(context), context, envelope))
 
     return app
+
+
+def residence_of(context: Context) -> Residence:
+    """Where a node's client half lives: `folder` of its own configuration, or the run's `out` on a shared disk."""
+    return Residence(Path(str(context.node_config.get("folder") or context.run_config["out"])))
 
 
 def _reply(message: Message, answer: Callable[[Envelope], Envelope]) -> Message:

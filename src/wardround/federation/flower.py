@@ -23,7 +23,6 @@ RECORD = "wardround"
 ANSWER, ROLL_CALL = "query.answer", "query.roll_call"
 ATTEMPTS = 3  # how often a message is sent again that was lost with its node
 PAUSES = (0.01, 1.0)  # seconds between two looks for replies: at first, and at most
-REMINDER = 30.0  # seconds after which the server says whom it waits for
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,11 @@ class FlowerTransport(Transport):
         while self._absent():
             self._ask_names(5.0)
             if end is not None and time.monotonic() >= end and self._absent():
-                raise RunError(f"no answer from {', '.join(self._absent())} within {seconds:g} s")
+                nodes, absent = len(list(self.grid.get_node_ids())), ", ".join(self._absent())
+                raise RunError(
+                    f"no answer from {absent} within {seconds:g} s; {nodes} nodes are connected, the experiment has "
+                    f"{len(self.clients)} clients"
+                )
 
     def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
         """Send every frame at once; hand the answers on in the order of the clients."""
