@@ -138,6 +138,14 @@ def test_the_length_is_that_of_prefix_scalars_header_and_payload(name: str) -> N
     assert len(codec.encode(Message(tensors, scalars))) == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(message=MESSAGES)
+def test_a_lossless_codec_knows_the_length_without_the_frame(message: Message) -> None:
+    (codec,) = (each for each in CODECS.values() if each.lossless)
+    assert codec.name == "float32"
+    assert codec.length(message) == len(codec.encode(message))
+
+
 @codecs
 @given(seconds=st.floats(1e-9, 1e9))
 @settings(max_examples=30, deadline=None)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ from federation_fakes import (
 )
 from wardround.errors import RunError
 from wardround.federation import local
-from wardround.federation.codecs import Codec
+from wardround.federation.codecs import CODECS, Codec
 from wardround.federation.local import InProcess, WorkerProcesses, _spread
 from wardround.federation.messages import Message
 from wardround.federation.transport import Ledger, Outbox, Refused, Transport
@@ -100,6 +102,59 @@ def test_rubbish_is_refused_and_what_is_sound_goes_through() -> None:
         "large": f"{len(bomb)} bytes",
     }.items():
         assert part in reasons[name]
+
+
+@dataclass
+class Hander:
+    """A client half that hands messages over, or answers frames."""
+
+    reply: Callable[[Message], Message]
+    handed: list[str] = field(default_factory=list)
+
+    def answer(self, client: str, frame: bytes) -> bytes:
+        """The reply to a frame, as a frame."""
+        return HALF.encode(self.reply(HALF.decode(frame)))
+
+    def hand(self, client: str, message: Message) -> Message:
+        """The reply to a message."""
+        self.handed.append(client)
+        return self.reply(message)
+
+
+HALF = CODECS["float16"]
+
+
+def test_within_a_process_messages_are_handed_over_and_counted_as_frames() -> None:
+    hander = Hander(lambda message: Message({"x": message.tensors["x"] + 1}, {"examples": 3}))
+    direct = InProcess(FLOAT32, hander)
+    got = dict(ask(direct, "ab"))
+    assert hander.handed == ["a", "b"]
+    assert all(isinstance(answer, Message) and answer.tensors["x"].tolist() == [1, 1] for answer in got.values())
+    sent, back = len(FLOAT32.encode(x(0.0))), len(FLOAT32.encode(Message(x(1.0).tensors, {"examples": 3})))
+    assert direct.ledger.take() == {
+        (client, way): size for client in "ab" for way, size in (("down", sent), ("up", back))
+    }
+
+
+def test_what_is_handed_over_is_checked_too() -> None:
+    for reply, reason in (
+        (Message({"x": torch.tensor([1, float("nan")])}, {"examples": 3}), "not finite"),
+        (Message({"x": torch.ones(2), "head": torch.ones(2)}, {"examples": 3}), "unexpected tensor 'head'"),
+        (Message({"x": torch.ones(2)}, {"examples": -1}), "'examples'"),
+        (Message({"x": torch.ones(2, dtype=torch.float64)}, {"examples": 3}), "only float32"),
+    ):
+        (answer,) = dict(ask(InProcess(FLOAT32, Hander(lambda message, reply=reply: reply)), "a")).values()  # type: ignore[misc]
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+
+
+def test_a_lossy_codec_makes_frames_within_a_process_too() -> None:
+    hander = Hander(lambda message: Message({"x": torch.tensor([1.0, 0.1])}, {"examples": 3}))
+    assert not InProcess(HALF, hander).hands_over
+    assert not InProcess(FLOAT32, hander, hand_over=False).hands_over
+    (answer,) = dict(ask(InProcess(HALF, hander), "a")).values()
+    assert isinstance(answer, Message)
+    assert answer.tensors["x"].tolist() == [1.0, float(np.float16(0.1))]
 
 
 def test_bytes_are_counted_both_ways_once_they_travel() -> None:

@@ -75,6 +75,7 @@ class Answerer:
         self._initial = self._copy(Owner.LOCAL)
         self._inputs: dict[tuple[str, SplitName], Inputs] = {}
         self._broadcast: tuple[bytes, Message] | None = None
+        self._accepted: Message | None = None
 
     def answer(self, client: str, frame: bytes) -> bytes:
         """The reply's frame.
@@ -83,6 +84,18 @@ class Answerer:
             BadMessage: the server's message is not what this client accepts.
         """
         return self.codec.encode(self.reply(client, self._decode(frame)))
+
+    def hand(self, client: str, message: Message) -> Message:
+        """The reply itself, for a server in the same process.
+
+        Raises:
+            BadMessage: the server's message is not what this client accepts.
+        """
+        if self._accepted is not message:
+            self._check(message)
+            self._accepted = message
+        reply = self.reply(client, message)
+        return Message({name: plain_copy(tensor) for name, tensor in reply.tensors.items()}, reply.scalars)
 
     def reply(self, name: str, message: Message) -> Message:
         """Load the client, do what `message` asks, keep its local state, and say what may be said."""
@@ -151,13 +164,16 @@ class Answerer:
     def _decode(self, frame: bytes) -> Message:
         if self._broadcast is None or self._broadcast[0] is not frame:
             message = self.codec.decode(frame)
-            known = {n: Spec.of(t) for n, t in named(STATE, self.side.initial_state).items()}
-            targets = {
-                f"target/{n}": Spec(tuple(s), required=False) for n, s in self.method.target_shapes(self.side).items()
-            }
-            check(message, known | targets)
+            self._check(message)
             self._broadcast = (frame, message)
         return self._broadcast[1]
+
+    def _check(self, message: Message) -> None:
+        known = {n: Spec.of(t) for n, t in named(STATE, self.side.initial_state).items()}
+        targets = {
+            f"target/{n}": Spec(tuple(s), required=False) for n, s in self.method.target_shapes(self.side).items()
+        }
+        check(message, known | targets)
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the model's device: one client's changes reach neither the store nor the next client."""

@@ -65,6 +65,22 @@ class Codec:
         length = len(scalars).to_bytes(LENGTH_BYTES, "little")
         return b"".join((MAGIC, bytes([self.number]), length, scalars, *self._body(tensors)))
 
+    @property
+    def lossless(self) -> bool:
+        """Whether a message comes out of its frame as it went in, and the frame's length is known without it."""
+        return not (self.half or self.compress or self.shuffle)
+
+    def length(self, message: Message) -> int:
+        """The length of the frame for `message`, without making it; of a lossless codec.
+
+        Raises:
+            BadMessage: a tensor is of a type that does not travel.
+            ValueError: a scalar is NaN or infinite.
+        """
+        tensors = {name: self._outgoing(name, tensor) for name, tensor in message.tensors.items()}
+        pieces = [memoryview(piece).nbytes for piece in self._body(tensors)]
+        return PREFIX_BYTES + len(to_json(message.scalars).encode()) + sum(pieces)
+
     def decode(self, frame: bytes, limit: int = DEFAULT_LIMIT) -> Message:
         """The message in `frame`.
 

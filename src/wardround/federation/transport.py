@@ -23,6 +23,14 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True)
+class Handed:
+    """An answer that never became bytes, within one process and with a lossless codec, and how many it would be."""
+
+    message: Message
+    length: int
+
+
 @dataclass
 class Ledger:
     """Bytes per (client, direction) since it was last emptied. Directions: `down` to the client, `up` from it."""
@@ -49,6 +57,7 @@ class Outbox:
         self.clients = tuple(messages)
         self._messages, self._codec, self._ledger = messages, codec, ledger
         self._last: tuple[Message, bytes] | None = None
+        self._handed: tuple[Message, int] | None = None
 
     def frame(self, client: str) -> bytes:
         """The frame for `client`, counted as sent. Clients that share a message get the same object."""
@@ -57,6 +66,14 @@ class Outbox:
             self._last = (message, self._codec.encode(message))
         self._ledger.count(client, "down", len(self._last[1]))
         return self._last[1]
+
+    def message(self, client: str) -> Message:
+        """The message for `client` itself, counted as the frame that it would be; see `Handed`."""
+        message = self._messages[client]
+        if self._handed is None or self._handed[0] is not message:
+            self._handed = (message, self._codec.length(message))
+        self._ledger.count(client, "down", self._handed[1])
+        return message
 
 
 class Transport(ABC):
@@ -84,19 +101,19 @@ class Transport(ABC):
         for client, answer in self.carry(Outbox(messages, self.codec, self.ledger), deadline):
             yield client, self._open(client, answer, schema, room)
 
-    def _open(self, client: str, answer: bytes | Refused, schema: Schema, room: int) -> Message | Refused:
+    def _open(self, client: str, answer: bytes | Handed | Refused, schema: Schema, room: int) -> Message | Refused:
         if isinstance(answer, Refused):
             return answer
-        self.ledger.count(client, "up", len(answer))
+        self.ledger.count(client, "up", answer.length if isinstance(answer, Handed) else len(answer))
         try:
-            message = self.codec.decode(answer, room)
+            message = answer.message if isinstance(answer, Handed) else self.codec.decode(answer, room)
             check(message, schema)
             return checked(message)
         except BadMessage as bad:
             return Refused(str(bad))
 
     @abstractmethod
-    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
+    def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Handed | Refused]]:
         """Deliver `outbox.frame(client)` to each of `outbox.clients`; yield `(client, answer)` in their order."""
 
     def close(self) -> None:  # noqa: B027 - a transport without resources need not override it

@@ -15,12 +15,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 from wardround.errors import RunError
-from wardround.federation.messages import shorten
+from wardround.federation.messages import Message, shorten
 from wardround.federation.transport import Refused
 
+Result = TypeVar("Result")
 ANSWERED, REFUSED, BROKEN = b"answered", b"refused", b"broken"
 
 
@@ -31,14 +32,27 @@ class Answerer(Protocol):
         """The reply's frame."""
 
 
+@runtime_checkable
+class HandsOver(Protocol):
+    """A client half that takes and gives messages themselves, for whoever lives in its process."""
+
+    def hand(self, client: str, message: Message) -> Message:
+        """The reply; its tensors are copies."""
+
+
 def answer_or_reason(answerer: Answerer, client: str, frame: bytes) -> bytes | Refused:
-    """The answer; an error inside one client becomes a refusal, as it must not stop the others.
+    """The answer, or why there is none; see `result_or_reason`."""
+    return result_or_reason(lambda: answerer.answer(client, frame))
+
+
+def result_or_reason(answer: Callable[[], Result]) -> Result | Refused:
+    """What `answer` gives; an error inside one client becomes a refusal, as it must not stop the others.
 
     Raises:
         OSError: the disk is full or fails. That is no client's own error, and a checkpoint would lack its state.
     """
     try:
-        return answerer.answer(client, frame)
+        return answer()
     except OSError:
         raise
     except Exception as error:

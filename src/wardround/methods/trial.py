@@ -205,7 +205,7 @@ class Trial:
         self.loop = RoundLoop(
             method=self.side,
             server=Server(dict(self.side.initial_state)),
-            transport=InProcess(self.answerer.codec, self.answerer),
+            transport=InProcess(self.answerer.codec, self.answerer, hand_over=False),  # the frames are looked at
             clients=self.federation.names,
             rounds=0,
             options=RoundOptions(quorum=1.0, evaluate_every=10**6, evaluate_server=False),
