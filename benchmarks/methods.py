@@ -39,7 +39,7 @@ REFERENCE = "fedavg"
 EXPECTED: dict[str, tuple[float, str]] = {
     "isolated": (1.05, "nothing more; no weights travel"),
     "fedavg": (1.0, ""),
-    "fedprox": (1.15, "a pass over the parameters a step"),
+    "fedprox": (1.15, "two passes over the parameters a step"),
     "fedbn": (1.05, "nothing more"),
     "fedper": (1.05, "nothing more"),
     "fedrep": (1.6, "the head's steps: forward through the base, backward through the head alone"),
@@ -55,9 +55,9 @@ EXPECTED: dict[str, tuple[float, str]] = {
     "fedhealth": (1.1, "a copy of the received model; adaptation is done where models are evaluated"),
     "ccvr": (1.05, "calibration is done once, at the end"),
     "fedco2": (6.0, "two models; for each a pass of distillation with a teacher, and all clients' classifiers"),
-    "fdse": (2.0, "the erasers and their moments; a quadratic program for each tensor at the server"),
-    "pafp": (2.0, "the alignment layers and their statistics"),
-    "pafp-alt": (2.0, "as pafp, in turns"),
+    "fdse": (2.1, "1.83 forward and backward with erasers, their moments 0.15, the server's inner products 0.1"),
+    "pafp": (2.2, "1.60 forward and backward with the layers, moments and their loss 0.3, two gradients apart 0.3"),
+    "pafp-alt": (2.2, "as pafp, in turns"),
 }
 
 # Keys that differ from the defaults: W1's images have one channel, which cannot be divided into groups.

@@ -13,6 +13,7 @@ import torch
 
 from wardround import run_folder
 from wardround.config import Experiment, load_experiment
+from wardround.comparing import COMPARISON
 from wardround.data import Federation, Samples
 from wardround.data.cache import default_folder
 from wardround.data.federation import SplitName
@@ -84,8 +85,16 @@ def runs_in(folders: Sequence[Path]) -> list[tuple[str, Path]]:
         finished = [run for run in inside if (run / run_folder.RESULTS).exists()]
         if not finished:
             raise InputError(f"{folder}: holds no finished run, neither of its own nor in METHOD/seed-NUMBER")
-        found += [(_label(run), run) for run in finished]
+        labelled = [(_label(run), run) for run in finished]
+        order = _compared(folder)
+        found += sorted(labelled, key=lambda one: order.index(one[0]) if one[0] in order else len(order))
     return found
+
+
+def _compared(folder: Path) -> list[str]:
+    """The labels of a comparison in the order in which they were asked for."""
+    file = folder / COMPARISON
+    return list(json.loads(file.read_text(encoding="utf-8"))["methods"]) if file.exists() else []
 
 
 def _label(run: Path) -> str:

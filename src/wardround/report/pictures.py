@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, PAPER, ABOVE, BELOW = "#1a212b", "#596473", "#ffffff", "#0b4a80", "#b04a00"
 WIDE, TALL, GAP, TITLE = 56.0, 26.0, 16.0, 24.0  # of a cell, between heat maps, of a title; in points
+ABREAST = 3  # heat maps in a row, where each is complete in itself
 MOST_NUMBERS = 24  # rows or columns up to which cells hold their numbers
 FLAT = 8  # letters of a column's name that fit above a cell without a slant
 
@@ -92,14 +93,21 @@ def save_heatmaps(file: Path, grid: Sequence[Sequence[HeatMap]], text: Callable[
 
 
 def save_trained(file: Path, found: Mapping[str, Any]) -> None:
-    """Draw `trained.json`: a row a method, the clients' feature distances before and after training."""
-    clients = found["clients"]
+    """Draw `trained.json`: the clients' feature distances after training with each method, and before it.
 
-    def heatmap(system: Mapping[str, Any], when: str) -> HeatMap:
-        values = np.array(system[when], dtype=np.float64)
-        return HeatMap(f"{system['label']}, {when} training", clients, clients, values)
+    Methods that began with the same network share one picture of that; else each has a row with its own.
+    """
+    clients, systems = found["clients"], found["systems"]
 
-    grid = [[heatmap(system, when) for when in ("before", "after")] for system in found["systems"]]
+    def heatmap(system: Mapping[str, Any], when: str, title: str) -> HeatMap:
+        return HeatMap(title, clients, clients, np.array(system[when], dtype=np.float64))
+
+    if all(system["before"] == systems[0]["before"] for system in systems):
+        maps = [heatmap(systems[0], "before", "before training")]
+        maps += [heatmap(system, "after", system["label"]) for system in systems]
+        grid = [maps[start : start + ABREAST] for start in range(0, len(maps), ABREAST)]
+    else:
+        grid = [[heatmap(s, when, f"{s['label']}, {when} training") for when in ("before", "after")] for s in systems]
     save_heatmaps(file, grid, lambda value: f"{value:.2f}")
 
 
