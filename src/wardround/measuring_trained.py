@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from wardround import run_folder
-from wardround.config import Experiment, load_experiment
 from wardround.comparing import COMPARISON
+from wardround.config import Experiment, load_experiment
 from wardround.data import Federation, Samples
 from wardround.data.cache import default_folder
 from wardround.data.federation import SplitName
