@@ -71,7 +71,8 @@ class Simulation:
             self._grids.put(grid)
             self._ended.wait()
 
-        resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": self.workers}}
+        ray = {"num_cpus": self.workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+        resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": ray}
         try:
             run_simulation(server, self.app, self.nodes, backend_config=resources)  # type: ignore[arg-type]
         except BaseException as error:  # whatever it is, the thread that waits must hear of it
