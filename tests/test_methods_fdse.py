@@ -18,6 +18,7 @@ from wardround.methods.check import PASSED, check_method
 from wardround.methods.consensus import consensus_step, similarity_averages, simplex_weights
 from wardround.methods.consistency import Consistency
 from wardround.methods.fdse import FDSE
+from wardround.methods.stacks import BLOCK, Stack, Stacks
 from wardround.methods.trial import Network, Trial, Visit
 from wardround.models.classifier import Classifier
 from wardround.models.shift_eraser import InsertedEraser, decompose_convolutions, insert_erasers, shift_erasers
@@ -110,17 +111,17 @@ def test_opposite_vectors_cancel() -> None:
     ],
 )
 def test_consensus_step_by_hand(changes: list[list[float]], expected: list[float]) -> None:
-    found = consensus_step(torch.tensor(changes), torch.tensor(changes).norm(dim=1))
+    found = consensus_step(Stack.of(torch.tensor(changes)), torch.tensor(changes).norm(dim=1))
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_the_step_agrees_with_everybody() -> None:
-    """What the program is for: no client's direction is opposed, and the step keeps the parameter's shape."""
+    """What the program is for: no client's direction is opposed."""
     changes = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0)) + 0.5
-    step = consensus_step(changes, changes.flatten(1).norm(dim=1))
-    assert step.shape == (3, 2, 2)
+    step = consensus_step(Stack.of(changes), changes.flatten(1).norm(dim=1))
+    assert step.shape == (12,)
     assert step.dtype == torch.float32
-    agreement = (changes * step).flatten(1).sum(1)
+    agreement = (changes.flatten(1) * step).sum(1)
     assert agreement.min() > 0
 
 
@@ -135,14 +136,53 @@ def test_similarity_averages_by_hand(tau: float) -> None:
     for row in cosines:
         raw = [math.exp(cosine / tau) for cosine in row]
         expected.append(sum(w / sum(raw) * value for w, value in zip(raw, values, strict=True)))
-    found = similarity_averages(values, values.norm(dim=1), tau)
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+    found = similarity_averages(Stack.of(values), values.norm(dim=1), tau)
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 def test_a_large_temperature_gives_the_mean_and_zeros_are_no_harm() -> None:
     values = torch.tensor([[[1.0], [2.0]], [[0.0], [0.0]], [[-3.0], [1.0]]])
-    for average in similarity_averages(values, values.flatten(1).norm(dim=1), 1e9):
-        torch.testing.assert_close(average, values.mean(0))
+    for average in similarity_averages(Stack.of(values), values.flatten(1).norm(dim=1), 1e9):
+        torch.testing.assert_close(average, values.mean(0).flatten())
+
+
+# ---- the stacks
+
+
+@pytest.mark.parametrize("length", [1, 5, BLOCK, 2 * BLOCK + 3])
+def test_a_stack_says_the_same_in_memory_and_on_disk(length: int) -> None:
+    values = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
+    inside, outside, half = Stack.of(values), Stack.of(values), Stack.of(values[:1])
+    outside.spill()
+    half.spill()
+    half.spill()
+    half.append(values[1])
+    half.append(values[2])
+    weights = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, -1.0]], dtype=torch.float64)
+    torch.testing.assert_close(inside.gram(), values.double() @ values.double().T, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(inside.mixed(weights), weights.float() @ values, rtol=1e-5, atol=1e-6)
+    for other in (outside, half):
+        assert torch.equal(other.gram(), inside.gram())
+        assert torch.equal(other.mixed(weights), inside.mixed(weights))
+
+
+def test_stacks_leave_memory_when_they_exceed_their_budget() -> None:
+    stacks = Stacks(budget=100)
+    for client in range(5):
+        stacks.append("a", torch.full((2, 3), float(client)))
+        stacks.append("b", torch.full((), float(client)))
+        stored = [stacks[name]._file is not None for name in "ab"]
+        assert stored == [client >= 3] * 2
+    assert torch.equal(stacks["a"].mixed(torch.ones(1, 5)), torch.full((1, 6), 10.0))
+    assert torch.equal(stacks["b"].gram(), torch.outer(torch.arange(5.0), torch.arange(5.0)).double())
+
+
+def test_a_stack_keeps_no_message() -> None:
+    """A row is a copy: the tensors of a decoded frame share its memory."""
+    frame, stacks = torch.zeros(10), Stacks()
+    stacks.append("a", frame[2:4])
+    frame.fill_(1)
+    assert not stacks["a"].gram().any()
 
 
 # ---- the regulariser

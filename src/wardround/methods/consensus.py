@@ -7,6 +7,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from wardround.methods.stacks import Stack
+
 ITERATIONS = 100  # of the active-set solver, for each client
 
 
@@ -31,40 +33,36 @@ def simplex_weights(gram: np.ndarray) -> np.ndarray:
     return weights
 
 
-def consensus_step(changes: Tensor, lengths: Tensor) -> Tensor:
+def consensus_step(changes: Stack, lengths: Tensor) -> Tensor:
     """`mean_k |d_k| * sum_k lambda_k u_k` with `u_k = d_k / |d_k|` and lambda that minimises `|sum_k lambda_k u_k|^2`.
 
     A change of length 0 has no direction: it counts in the mean alone.
 
     Args:
-        changes: d_k of one tensor at N clients, `(N, ...)`.
+        changes: d_k of one tensor at N clients, flat.
         lengths: their norms, `(N,)`.
 
     Returns:
-        The step, `(...)`; 0 where nobody moved.
+        The step, flat; 0 where nobody moved.
     """
-    moving = lengths > 0
-    if not moving.any():
-        return torch.zeros_like(changes[0])
-    moved, norms = changes if moving.all() else changes[moving], lengths[moving].double()
-    rows = moved.flatten(1)  # never divided by their norms: at many clients that would be a second copy of them all
-    weights = simplex_weights(((rows @ rows.T).double() / norms.outer(norms)).numpy())
-    step = (lengths.double().mean() * torch.from_numpy(weights) / norms).to(rows.dtype) @ rows
-    return step.view_as(changes[0])
+    norms, moving = lengths.double(), lengths > 0
+    shares = torch.zeros(len(lengths), dtype=torch.float64)
+    if moving.any():
+        cosines = changes.gram()[moving][:, moving] / norms[moving].outer(norms[moving])
+        shares[moving] = torch.from_numpy(simplex_weights(cosines.numpy())) / norms[moving]
+    return changes.mixed(norms.mean() * shares[None])[0]
 
 
-def similarity_averages(values: Tensor, lengths: Tensor, tau: float) -> list[Tensor]:
+def similarity_averages(values: Stack, lengths: Tensor, tau: float) -> Tensor:
     """For each client j, `sum_k a_jk w_k` with `a_j = softmax_k(cos(w_j, w_k) / tau)`.
 
     Args:
-        values: w_k, one tensor at N clients, `(N, ...)`.
+        values: w_k, one tensor at N clients, flat.
         lengths: their norms, `(N,)`. A tensor of length 0 is like no other: its cosines are 0.
         tau: temperature; the larger, the nearer to the plain mean.
 
     Returns:
-        N tensors `(...)`.
+        The averages, flat, `(N, length)`.
     """
-    flat, norms = values.flatten(1), lengths.double().clamp(min=torch.finfo(torch.float32).tiny)
-    weights = torch.softmax((flat @ flat.T).double() / norms.outer(norms) / tau, dim=1)
-    averages = (weights.to(flat.dtype) @ flat).view_as(values)
-    return [average.clone() for average in averages]
+    norms = lengths.double().clamp(min=torch.finfo(torch.float32).tiny)
+    return values.mixed(torch.softmax(values.gram() / norms.outer(norms) / tau, dim=1))

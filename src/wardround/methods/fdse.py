@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from wardround.federation.messages import Message
 from wardround.federation.rules import Rules
 from wardround.federation.server import Reply, Server
 from wardround.methods.alignment import Divergence
 from wardround.methods.base import FedAvg
 from wardround.methods.consistency import Consistency
-from wardround.methods.fdse_parameters import combined, keeping, lengths, shared_parameters
+from wardround.methods.fdse_parameters import Kept, lengths, shared_parameters
 from wardround.methods.proximal import anchors
 from wardround.models.classifier import Classifier
 from wardround.models.records import recording
@@ -36,7 +35,7 @@ class FDSE(FedAvg):
 
     The authors train from scratch and replace layers: `convolutions` (linear layers stay as they are). Pretrained
     weights would be lost. So by default, a reading of ours, erasers are put in front of the blocks that train, and
-    these are the extractors. To see all steps at once, the server holds the replies of a round together.
+    these are the extractors. The server must see all steps at once: it keeps a round's replies, many of them on disk.
     """
 
     name: ClassVar[str] = "fdse"
@@ -116,7 +115,7 @@ class FDSE(FedAvg):
 
     def combine(self, server: Server, phase: str, replies: Iterator[Reply]) -> None:
         """Average as ever; then move the shared parameters by consensus, and give every client its erasers."""
-        start, kept = server.state, dict[str, Message]()
-        super().combine(server, phase, keeping(replies, kept))
-        moved, own = combined(start, kept, self.tau)
+        kept = Kept(server.state)
+        super().combine(server, phase, kept.keeping(replies))
+        moved, own = kept.combined(self.tau)
         server.state, server.memory = server.state | moved, server.memory | own

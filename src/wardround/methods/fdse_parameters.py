@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from wardround.federation.messages import Message
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply
 from wardround.methods.consensus import consensus_step, similarity_averages
+from wardround.methods.stacks import Stacks
 from wardround.models.classifier import Classifier
 from wardround.models.shift_eraser import shift_erasers
 
@@ -34,35 +34,50 @@ def lengths(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> di
     }
 
 
-def keeping(replies: Iterator[Reply], kept: dict[str, Message]) -> Iterator[Reply]:
-    """`replies` as they come; the messages of those with images are put into `kept` by client."""
-    for reply in replies:
-        if reply.examples:
-            kept[reply.client] = reply.message
-        yield reply
+class Kept:
+    """What the clients of a round have sent of every parameter.
 
-
-def combined(
-    start: Mapping[str, Tensor], kept: Mapping[str, Message], tau: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What becomes of the parameters, from the state `start` and the clients' replies to it.
-
-    Returns:
-        The shared parameters after their consensus steps, by name; the erasers' averages by similarity, by
-        `CLIENT/NAME`.
+    Args:
+        start: the server's state that they began with.
     """
-    moved, own = dict[str, Tensor](), dict[str, Tensor]()
-    announced = next(iter(kept.values())).under("statistic") if kept else {}
-    for role, name in (entry.split("/", 1) for entry in announced):
-        values = _stacked(kept, f"state/{name}")
-        norms = _stacked(kept, f"statistic/{role}/{name}")
-        if role == "step":
-            moved[name] = start[name] + consensus_step(values - start[name], norms)
-        else:
-            averages = similarity_averages(values, norms, tau)
-            own |= {f"{client}/{name}": average for client, average in zip(kept, averages, strict=True)}
-    return moved, own
 
+    def __init__(self, start: Mapping[str, Tensor]) -> None:
+        self.start, self.clients, self.stacks = start, list[str](), Stacks()
+        self.lengths: dict[str, list[Tensor]] = {}
 
-def _stacked(messages: Mapping[str, Message], name: str) -> Tensor:
-    return torch.stack([message.tensors[name] for message in messages.values()])
+    def keeping(self, replies: Iterator[Reply]) -> Iterator[Reply]:
+        """`replies` as they come; those with images are kept."""
+        for reply in replies:
+            if reply.examples:
+                self._keep(reply)
+            yield reply
+
+    def _keep(self, reply: Reply) -> None:
+        """Steps of shared parameters as differences, erasers' parameters as they are."""
+        self.clients.append(reply.client)
+        state = reply.message.under("state")
+        for entry, length in reply.message.under("statistic").items():
+            role, name = entry.split("/", 1)
+            self.stacks.append(entry, state[name] - self.start[name] if role == "step" else state[name])
+            self.lengths.setdefault(entry, []).append(length)
+
+    def combined(self, tau: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What becomes of the parameters.
+
+        Returns:
+            The shared parameters after their consensus steps, by name; the erasers' averages by similarity, by
+            `CLIENT/NAME`.
+        """
+        moved, own = dict[str, Tensor](), dict[str, Tensor]()
+        for entry, lengths in self.lengths.items():
+            role, name = entry.split("/", 1)
+            start, norms = self.start[name], torch.stack(lengths)
+            if role == "step":
+                moved[name] = start + consensus_step(self.stacks[entry], norms).view_as(start)
+            else:
+                averages = similarity_averages(self.stacks[entry], norms, tau)
+                own |= {
+                    f"{client}/{name}": a.view_as(start).clone()
+                    for client, a in zip(self.clients, averages, strict=True)
+                }
+        return moved, own
