@@ -120,3 +120,9 @@ def test_every_method_can_be_part_of_it(dials: ModuleType) -> None:
     assert systems["pafp-alt"].model.head == systems["pafp"].model.head == "local"
     assert systems["fedavg"].model.head == "shared"
     assert systems["pafp"].method["lambda"] == 10.0
+
+
+def test_columns_with_different_seeds_are_told_apart(dials: ModuleType) -> None:
+    assert dials._seeds({"none": {"seeds": [0, 1]}, "label": {"seeds": [0]}}) == "seeds: 2 (no skew), 1 (label)"
+    assert dials._seeds({"none": {"seeds": [0]}, "label": {"seeds": [0]}}) == "1 seed"
+    assert dials._seeds({"none": {"seeds": [0, 1]}}) == "2 seeds"

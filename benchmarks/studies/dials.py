@@ -116,17 +116,27 @@ def page_part(comparisons: Comparisons, experiment: Experiment, picture: str) ->
 
 def set_up(comparisons: Comparisons, experiment: Experiment) -> str:
     """On what the figures rest, in a paragraph."""
-    images, seeds = experiment.data.phantoms, len(next(iter(comparisons.values()))["seeds"])
+    images, seeds = experiment.data.phantoms, _seeds(comparisons)
     least = [found["smallest_difference"][MEASURE] for found in comparisons.values()]
     smallest = max((100 * value for value in least if value is not None), default=float("nan"))
     return (
         f"{images.clients} sites, {images.family}, {images.classes} classes, {images.train_per_client} training images "
         f"a site on average, {images.test_per_client} test images a site, {experiment.data.image_size} px; "
         f"{experiment.model.backbone}, last {experiment.model.finetune_blocks} blocks trained, {experiment.rounds} "
-        f"rounds, learning rate {experiment.training.lr:g}, {seeds} seeds. Balanced accuracy of the clients' own "
+        f"rounds, learning rate {experiment.training.lr:g}, {seeds}. Balanced accuracy of the clients' own "
         "models in percent, every client counting the same. Bold: the 95 % interval of the difference does not hold 0 "
         f"(not corrected for the number of cells). This test set can show a difference of about {smallest:.1f} points."
     )
+
+
+def _seeds(comparisons: Comparisons) -> str:
+    """How many seeds stand behind the columns; which, where they differ."""
+    counts = {kind: len(found["seeds"]) for kind, found in comparisons.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} ({'no skew' if kind == 'none' else kind})" for kind, count in counts.items())
+        return f"seeds: {each}"
+    count = next(iter(counts.values()))
+    return f"{count} seed{'s' if count > 1 else ''}"
 
 
 def _table(comparisons: Comparisons) -> Iterator[str]:
