@@ -157,6 +157,7 @@ def test_a_stack_says_the_same_in_memory_and_on_disk(length: int) -> None:
     half.spill()
     half.spill()
     half.append(values[1])
+    half.gram()
     half.append(values[2])
     weights = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, -1.0]], dtype=torch.float64)
     torch.testing.assert_close(inside.gram(), values.double() @ values.double().T, rtol=1e-4, atol=1e-3)

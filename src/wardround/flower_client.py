@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flwr.app import Context, Message
@@ -31,15 +31,6 @@ class Residence:
 
     folder: Path
     processes: int = 1
-
-    def client(self, context: Context, names: tuple[str, ...]) -> str:
-        """The client that a node is: `client` of its configuration, or, in a simulation, its partition."""
-        given = context.node_config.get("client")
-        if given is not None:
-            if given not in names:
-                raise InputError(f"client={given!r}: the experiment has no such client (it has {', '.join(names)})")
-            return str(given)
-        return names[int(context.node_config["partition-id"])]
 
 
 _RESIDENTS: dict[Residence, tuple[Answerer, str]] = {}  # of this process, with the digests of their experiments
@@ -75,32 +66,45 @@ def residence_of(context: Context) -> Residence:
     return Residence(Path(str(context.node_config.get("folder") or context.run_config["out"])))
 
 
+def client_of(context: Context, names: tuple[str, ...]) -> str:
+    """The client that a node is: `client` of its configuration, or, in a simulation, its partition.
+
+    Raises:
+        InputError: none of `names`.
+    """
+    given = context.node_config.get("client")
+    if given is None:
+        return names[int(context.node_config["partition-id"])]
+    if given not in names:
+        raise InputError(f"client={given!r}: the experiment has no such client (it has {', '.join(names)})")
+    return str(given)
+
+
 def _reply(message: Message, answer: Callable[[Envelope], Envelope]) -> Message:
     """What `answer` says, or why it cannot say it."""
     envelope = Envelope.opened(message.content)
     try:
         found = answer(envelope)
     except InputError as error:
-        found = Envelope(envelope.client, envelope.experiment, envelope.ticket, refusal=str(error))
+        found = replace(envelope, frame=b"", refusal=str(error))
     return Message(content=found.sealed(), reply_to=message)
 
 
 def _named(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
     answerer, digest = resident(residence)
-    name = residence.client(context, answerer.federation.names)
+    name = client_of(context, answerer.federation.names)
     refusal = "" if envelope.experiment == digest else _other_experiment(envelope.experiment, digest)
     return Envelope(name, digest, envelope.ticket, refusal=refusal)
 
 
 def _answered(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
     named = _named(residence, context, envelope)
-    if named.refusal or envelope.client != named.client:
-        refusal = named.refusal or f"this is {named.client!r}, the message is for {envelope.client!r}"
-        return Envelope(named.client, named.experiment, envelope.ticket, refusal=refusal)
+    if named.refusal:
+        return named
+    if envelope.client != named.client:
+        return replace(named, refusal=f"this is {named.client!r}, the message is for {envelope.client!r}")
     answer = answer_or_reason(resident(residence)[0], named.client, envelope.frame)
-    if isinstance(answer, Refused):
-        return Envelope(named.client, named.experiment, envelope.ticket, refusal=answer.reason)
-    return Envelope(named.client, named.experiment, envelope.ticket, answer)
+    return replace(named, refusal=answer.reason) if isinstance(answer, Refused) else replace(named, frame=answer)
 
 
 def _other_experiment(asked: str, own: str) -> str:

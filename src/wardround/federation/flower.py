@@ -21,7 +21,7 @@ from wardround.federation.transport import Outbox, Refused, Transport
 
 RECORD = "wardround"
 ANSWER, ROLL_CALL = "query.answer", "query.roll_call"
-ATTEMPTS = 3  # how often a message is sent again that was lost with its node
+ATTEMPTS = 3  # how often a message is sent at most, where it is lost with its node
 PAUSES = (0.01, 1.0)  # seconds between two looks for replies: at first, and at most
 
 

@@ -7,6 +7,7 @@ the same bits.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
 import time
@@ -46,22 +47,23 @@ class InProcess(Transport):
     def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Handed | Refused]]:
         """Answer for each client in turn. A deadline counts each client's own time."""
         for client in outbox.clients:
+            ask = self._handed(client, outbox) if self.hands_over else self._framed(client, outbox)
             started = time.monotonic()
-            answer = self._handed(client, outbox) if self.hands_over else self._framed(client, outbox)
+            answer = ask()
             late = deadline is not None and time.monotonic() - started > deadline
             yield client, Refused(f"late: no answer within {deadline:g} s") if late else answer
 
-    def _framed(self, client: str, outbox: Outbox) -> bytes | Refused:
-        return answer_or_reason(self.answerer, client, outbox.frame(client))
+    def _framed(self, client: str, outbox: Outbox) -> Callable[[], bytes | Refused]:
+        return functools.partial(answer_or_reason, self.answerer, client, outbox.frame(client))
 
-    def _handed(self, client: str, outbox: Outbox) -> Handed | Refused:
+    def _handed(self, client: str, outbox: Outbox) -> Callable[[], Handed | Refused]:
         message = outbox.message(client)
 
         def answer() -> Handed:
             reply = self.answerer.hand(client, message)  # type: ignore[attr-defined]
             return Handed(reply, self.codec.length(reply))
 
-        return result_or_reason(answer)
+        return functools.partial(result_or_reason, answer)
 
 
 @dataclass

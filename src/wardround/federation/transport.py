@@ -7,9 +7,9 @@ transport sends the same bytes and refuses the same rubbish.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from wardround.federation.codecs import Codec
 from wardround.federation.messages import BadMessage, Message, Schema, check, room_for
@@ -56,24 +56,26 @@ class Outbox:
     def __init__(self, messages: Mapping[str, Message], codec: Codec, ledger: Ledger) -> None:
         self.clients = tuple(messages)
         self._messages, self._codec, self._ledger = messages, codec, ledger
-        self._last: tuple[Message, bytes] | None = None
-        self._handed: tuple[Message, int] | None = None
+        self._last: tuple[Message, Any] | None = None
 
     def frame(self, client: str) -> bytes:
         """The frame for `client`, counted as sent. Clients that share a message get the same object."""
-        message = self._messages[client]
-        if self._last is None or self._last[0] is not message:
-            self._last = (message, self._codec.encode(message))
-        self._ledger.count(client, "down", len(self._last[1]))
-        return self._last[1]
+        frame: bytes = self._prepared(client, self._codec.encode)[1]
+        self._ledger.count(client, "down", len(frame))
+        return frame
 
     def message(self, client: str) -> Message:
         """The message for `client` itself, counted as the frame that it would be; see `Handed`."""
-        message = self._messages[client]
-        if self._handed is None or self._handed[0] is not message:
-            self._handed = (message, self._codec.length(message))
-        self._ledger.count(client, "down", self._handed[1])
+        message, length = self._prepared(client, self._codec.length)
+        self._ledger.count(client, "down", length)
         return message
+
+    def _prepared(self, client: str, make: Callable[[Message], Any]) -> tuple[Message, Any]:
+        """The message for `client` and what `make` makes of it, once for clients in a row that share the message."""
+        message = self._messages[client]
+        if self._last is None or self._last[0] is not message:
+            self._last = (message, make(message))
+        return self._last
 
 
 class Transport(ABC):

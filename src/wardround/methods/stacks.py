@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import IO
@@ -44,6 +45,7 @@ class Stack:
         if self._file is None:
             self._rows.append(row)
         else:
+            self._file.seek(0, os.SEEK_END)  # it may have been read since the last one
             self._file.write(row.numpy().tobytes())
 
     def spill(self) -> None:
