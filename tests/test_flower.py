@@ -319,7 +319,9 @@ def test_without_flower_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         need_flower()
 
 
-@pytest.mark.parametrize(("version", "warned"), [("1.29.9", True), ("1.30.0", False), ("1.42.0", False), ("2.0", True)])
+@pytest.mark.parametrize(
+    ("version", "warned"), [("1.41.9", True), ("1.42.0", False), ("1.42.3", False), ("1.43.0", True), ("2.0", True)]
+)
 def test_an_untested_version_is_named(monkeypatch: pytest.MonkeyPatch, version: str, warned: bool) -> None:
     monkeypatch.setattr(flower_setup.importlib.metadata, "version", lambda name: version)
     assert (need_flower() is not None) is warned

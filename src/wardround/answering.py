@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from wardround.data import Federation, Samples, SplitName
 from wardround.evaluation.metrics import evaluate_probabilities, softmax
 from wardround.evaluation.predictions import write_predictions
 from wardround.federation.codecs import Codec
-from wardround.federation.messages import BadMessage, Message, Schema, Spec, check, named, plain_copy
+from wardround.federation.messages import BadMessage, Message, Schema, Spec, check, named, plain_copy, room_for, shorten
+from wardround.federation.reports import check_instructions, released
 from wardround.federation.rounds import EVALUATE
 from wardround.federation.rules import Owner
 from wardround.federation.store import Store
@@ -52,6 +54,7 @@ class Answerer:
         codec: how frames are coded.
         seed: the experiment's seed.
         folder: the run's folder, for predictions and checkpoints; None writes nothing.
+        min_count: nothing that sums up fewer images than this leaves a client.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class Answerer:
         codec: Codec,
         seed: int,
         folder: Path | None,
+        min_count: int = 0,
     ) -> None:
+        self.min_count = min_count
         self.method, self.model, self.federation, self.options = method, model, federation, options
         self.cache, self.store, self.codec, self.seed, self.folder = cache, store, codec, seed, folder
         self.side = ServerSide(method, model, image_size)
@@ -117,6 +122,9 @@ class Answerer:
                 self.method.personalise(client)
             scalars["personal"] = self._evaluate(client, "personal", final=bool(message.scalars.get("final")))
         scalars["log"] = {key: _finite(value) for key, value in client.log.items()}
+        scalars |= self._counts(client, tensors)
+        if 0 < len(client) < self.min_count:
+            scalars |= {"loss": None, "log": {}}
         if message.scalars.get("checkpoint"):
             self._checkpoint(client, message.scalars["checkpoint_round"], final=bool(message.scalars.get("final")))
         return Message(tensors, scalars)
@@ -163,17 +171,27 @@ class Answerer:
 
     def _decode(self, frame: bytes) -> Message:
         if self._broadcast is None or self._broadcast[0] is not frame:
-            message = self.codec.decode(frame)
+            message = self.codec.decode(frame, room_for(self.request_schema))
             self._check(message)
             self._broadcast = (frame, message)
         return self._broadcast[1]
 
     def _check(self, message: Message) -> None:
+        check(message, self.request_schema)
+        check_instructions(message)
+        self._check_phase(**{key: message.scalars[key] for key in ("round", "phase")})
+
+    def _check_phase(self, round: int, phase: str) -> None:
+        known = {EVALUATE, *self.method.phases(round), *self.method.closing_phases()}
+        if phase not in known:
+            raise BadMessage(f"phase '{shorten(phase)}' is none of this method's ({', '.join(sorted(known))})")
+
+    @cached_property
+    def request_schema(self) -> Schema:
+        """What tensors the server may send: the shared state, and the method's targets."""
         known = {n: Spec.of(t) for n, t in named(STATE, self.side.initial_state).items()}
-        targets = {
-            f"target/{n}": Spec(tuple(s), required=False) for n, s in self.method.target_shapes(self.side).items()
-        }
-        check(message, known | targets)
+        targets = self.method.target_shapes(self.side)
+        return known | {f"target/{n}": Spec(tuple(shape), required=False) for n, shape in targets.items()}
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the model's device: one client's changes reach neither the store nor the next client."""
@@ -193,11 +211,17 @@ class Answerer:
         shared = self.side.rules.pick(self._entries, Owner.SHARED) if sends else {}
         self.side.rules.refuse_private(shared)
         if len(client):
-            statistics = {name: plain_copy(tensor) for name, tensor in self.method.statistics(client).items()}
+            released = self.method.release(client, self.method.statistics(client), self.min_count)
+            statistics = {name: plain_copy(tensor) for name, tensor in released.items()}
         else:
             shapes = {} if self.method.optional_statistics else self.side.statistic_shapes(client.phase)
             statistics = {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}
         return _sound(named(STATE, shared) | named("statistic", statistics), self.side.reply_schema(client.phase))
+
+    def _counts(self, client: Client, sent: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Of how many images the statistics in `sent` are made, where that is not all of the client's."""
+        counts = {n: count for n, count in self.method.statistic_counts(client).items() if f"statistic/{n}" in sent}
+        return {"counts": counts} if counts else {}
 
     def _keep(self, client: Client) -> None:
         """Store local state and method memory, once all that training has left proved finite."""
@@ -228,7 +252,7 @@ class Answerer:
         for split in ("val", "test"):
             samples = data.split(split)
             logits = self.logits(client, split, samples, predict)
-            scores[split] = evaluate_probabilities(softmax(logits), samples.labels)
+            scores[split] = released(evaluate_probabilities(softmax(logits), samples.labels), self.min_count)
             if final and split == "test" and self.folder is not None:
                 write_predictions(self.folder, client.name, samples.names, samples.labels, which, logits)
         scores["seconds"] = time.perf_counter() - started

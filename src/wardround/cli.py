@@ -21,6 +21,7 @@ from wardround.errors import InputError, RunError
 if TYPE_CHECKING:
     from wardround.config import Experiment
     from wardround.data.findings import DataReport
+    from wardround.deploy.hospital import Hospital
 
 P = ParamSpec("P")
 
@@ -32,6 +33,10 @@ app = typer.Typer(
 )
 flower = typer.Typer(help="Federations over Flower (pip install 'wardround[flower]').", no_args_is_help=True)
 app.add_typer(flower, name="flower")
+deploy = typer.Typer(
+    help="A federation of real hospitals, over TLS (pip install 'wardround[flower]').", no_args_is_help=True
+)
+app.add_typer(deploy, name="deploy")
 out_console, err_console = Console(), Console(stderr=True)
 
 ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
@@ -351,6 +356,106 @@ def flower_build_command(
     _say(f"written: {out}, for {clients} nodes; run it with: flwr run {out} --stream")
 
 
+@command("init", of=deploy)
+def deploy_init_command(
+    experiment: ExperimentFile = Path("experiment.toml"),
+    clients: Annotated[str, typer.Option(help="comma-separated names; by default the sites of the data")] = "",
+    classes: Annotated[str, typer.Option(help="comma-separated names; by default those of the data")] = "",
+    host: Annotated[str, typer.Option(help="name or address under which clients reach the server")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 9443,
+    min_count: Annotated[int, typer.Option(min=0, help="clients tell nothing that sums up fewer images")] = 20,
+    as_it_is: Annotated[
+        bool, typer.Option("--as-it-is", help="keep the method's keys, also where others say less of single images")
+    ] = False,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="the folder of all folders; new or empty")] = Path("deploy"),
+) -> None:
+    """Make certificates, keys, and one folder to hand to each side."""
+    config = _load(experiment, overrides)
+    from wardround.deploy.founding import Plan, found
+    from wardround.deploy.settings import ServerSettings, is_loopback
+
+    settings = ServerSettings(host=host, port=port, listen=host if is_loopback(host) else "0.0.0.0")
+    plan = Plan(config, _names(clients), _names(classes), settings, min_count, as_it_is)
+    server, *handed = found(plan, out)
+    _say(f"{server}: for the server; start it with: wardround deploy server {server}")
+    for folder in handed:
+        _say(f"{folder}: to hand over, by a safe way; start it there with: wardround deploy client {folder.name}")
+    _say(f"{out / 'authority'}: signs certificates; keep it off the server, and give it to nobody")
+
+
+ServerFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="of the server, as `deploy init` made it")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="plain text instead of TLS; on this machine alone")]
+
+
+@command("server", "stopped; what is finished is kept, and the same command goes on", of=deploy)
+def deploy_server_command(folder: ServerFolder = Path(), insecure: Insecure = False, as_json: AsJson = False) -> None:
+    """Run the experiment with the clients that come, or go on with it."""
+    from wardround.deploy.serving import serve
+    from wardround.deploy.telling import telling
+    from wardround.report.page import write_report
+
+    _stop_at_sigterm()
+    results = serve(folder, insecure, telling(folder / "server.log"))
+    page = write_report(folder / "run")
+    if as_json:
+        print(json.dumps(results))
+        return
+    _show_results([results])
+    _say_traffic(results)
+    _say_notes(folder / "run", results["warnings"])
+    _say(f"report: {page}")
+
+
+@command("client", "stopped; the same command goes on", of=deploy)
+def deploy_client_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of the client, as `deploy init` made it")] = Path(),
+    data: Annotated[Path | None, typer.Option(help="where the images are; by default as client.toml says")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="connect to nobody; print what would leave")] = False,
+    insecure: Insecure = False,
+    as_json: Annotated[bool, typer.Option("--json", help="of a dry run: print JSON instead of text")] = False,
+) -> None:
+    """Take part with this hospital's images, until the federation is finished."""
+    from wardround.deploy.attending import attend, credentials
+    from wardround.deploy.hospital import open_hospital
+    from wardround.deploy.telling import telling
+    from wardround.federation.flower_setup import need_flower
+
+    _stop_at_sigterm()
+    need_flower()
+    _tell("reading and checking the images, building the model")
+    hospital = open_hospital(folder, data)
+    if dry_run:
+        _show_departures(hospital, as_json)
+        return
+    credentials(folder, hospital.settings, insecure)
+    attend(hospital, insecure, telling(folder / "client.log"))
+
+
+@command("status", of=deploy)
+def deploy_status_command(folder: ServerFolder = Path(), as_json: AsJson = False) -> None:
+    """Say who is connected, the round, and the last word from each."""
+    from wardround.deploy.status import read_status, status_text
+
+    board = read_status(folder)
+    if as_json:
+        print(json.dumps(board))
+        return
+    _say(status_text(board))
+
+
+@command("renew", of=deploy)
+def deploy_renew_command(
+    folder: ServerFolder,
+    authority: Annotated[Path, typer.Option(metavar="FOLDER", help="the folder `authority` of `deploy init`")],
+) -> None:
+    """Give a server a new certificate; clients need nothing new."""
+    from wardround.deploy.founding import renew
+
+    renew(folder, authority)
+    _say(f"{folder / 'server.pem'}: renewed; start the server again")
+
+
 @command("methods")
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="show this method's keys")] = None,
@@ -464,6 +569,23 @@ def _about(version: Annotated[bool, typer.Option("--version", help="print the ve
 
         print(__version__)
         raise typer.Exit
+
+
+def _stop_at_sigterm() -> None:
+    """End as at Ctrl-C when the system asks for it."""
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _show_departures(hospital: Hospital, as_json: bool) -> None:
+    """All that a client would send."""
+    from wardround.deploy.departures import departures, departures_text
+
+    if as_json:
+        print(json.dumps(departures(hospital)))
+        return
+    _say(departures_text(hospital))
 
 
 def _names(text: str) -> list[str]:

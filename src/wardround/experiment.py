@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -92,12 +93,14 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     experiment = experiment.complete()
     folder = cache or default_folder()
     data = read_federation(experiment.data, experiment.seed) if federation is None else federation
-    if not data.counts().sum():
+    if not any(len(client.train) for client in data.clients):
         raise InputError(f"{data.source}: no client has a training image")
     method, model = build_model(experiment, len(data.classes))
     device = pick_device(experiment.training.device)
     model.to(device)
-    training = choose_arithmetic(model, experiment.training, experiment.data.image_size, device, folder)
+    training = experiment.training
+    if not data.is_elsewhere:  # else nothing is trained here, and every client decides for itself
+        training = choose_arithmetic(model, training, experiment.data.image_size, device, folder)
     model.to(memory_format=layout(training))
     return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder)
 
@@ -213,7 +216,7 @@ class _Session:
         if self.checkpoint is None:
             self.checkpoints.experiment = setup.experiment.digest()
         run_folder.describe(self.out, setup.experiment, setup.federation, setup.device, self.checkpoints.experiment)
-        if not self.done:
+        if not self.done and not setup.federation.is_elsewhere:
             save_samples(setup.federation, self.out)
         self.checkpoints.forget_after(self.done)
         self._tidy()
@@ -239,7 +242,9 @@ def open_transport(setup: Setup, out: Path, checkpoint: Checkpoint | None, worke
 
 def _simulated(setup: Setup, codec: Codec, out: Path, checkpoint: Checkpoint | None, workers: int) -> Transport:
     """Flower's simulation, whose clients begin where the checkpoint says."""
-    need_flower()
+    untested = need_flower()
+    if untested:
+        logging.getLogger(__name__).warning(untested)
     from wardround.federation.flower_simulation import SimulatedClients, Simulation
     from wardround.flower_client import Residence, client_app
 
@@ -265,8 +270,9 @@ def prepare_to_fork() -> None:
 
 
 def make_answerer(
-    setup: Setup, out: Path | None, checkpoint: Checkpoint | None, workers: int, store: Store | None = None
-) -> Answerer:
+    setup: Setup, out: Path | None, checkpoint: Checkpoint | None, workers: int, store: Store | None = None,
+    min_count: int = 0, kind: type[Answerer] = Answerer,
+) -> Answerer:  # fmt: skip
     """The client half in one worker; without a `store`, its clients' state lives as long as it does."""
     torch.set_num_threads(setup.experiment.training.threads)
     experiment = setup.experiment
@@ -283,9 +289,9 @@ def make_answerer(
     )
     spill = (out or Path()) / STATE
     store = store or ClientStore(spill, experiment.transport.state_ram_mib * MIB // workers)
-    answerer = Answerer(
+    answerer = kind(
         setup.method, setup.model, setup.federation, training, size, cache, store,
-        codec_named(experiment.transport.codec), experiment.seed, out,
+        codec_named(experiment.transport.codec), experiment.seed, out, min_count,
     )  # fmt: skip
     if checkpoint is not None:
         answerer.restore({name: checkpoint.client(name) for name in setup.federation.names})

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 SplitName = Literal["train", "val", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+WITHHELD = -1  # the label of an image elsewhere, whose owner does not tell it
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Samples:
 
     Attributes:
         images: uint8 array `(N, H, W, C)`, C = 1 or 3; it may be a memory map.
-        labels: int64 array `(N,)`, indices into `Federation.classes`.
+        labels: int64 array `(N,)`, indices into `Federation.classes`; `WITHHELD` where they are not told.
         names: N names, unique within the federation, that lead a person back to the image (a path, a row).
         modality: int64 array `(N,)`, indices into `Federation.modalities`; all 0 where there is one modality.
     """
@@ -43,8 +44,8 @@ class Samples:
         return Samples(self.images[rows], self.labels[rows], tuple(self.names[i] for i in rows), self.modality[rows])
 
     def counts(self, classes: int) -> NDArray[np.int64]:
-        """Images per class, shape `(classes,)`."""
-        return np.bincount(self.labels, minlength=classes).astype(np.int64)
+        """Images per class, shape `(classes,)`, as far as they are told."""
+        return np.bincount(self.labels[self.labels != WITHHELD], minlength=classes).astype(np.int64)
 
 
 def samples(
@@ -90,6 +91,11 @@ class Federation:
         names = [client.name for client in self.clients]
         if len(set(names)) != len(names):
             raise ValueError(f"client names repeat: {names}")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only numbers of images are known, and no image."""
+        return all(client.split(split).images.size == 0 for client in self.clients for split in SPLITS)
 
     @property
     def names(self) -> tuple[str, ...]:

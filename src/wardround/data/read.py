@@ -45,7 +45,7 @@ class Placement:
 
 
 def read_federation(
-    options: DataOptions, seed: int, base: Path = Path(), cache: DecodedCache | None = None
+    options: DataOptions, seed: int, base: Path = Path(), cache: DecodedCache | None = None, alone: bool = False
 ) -> Federation:
     """The federation that `options` describe.
 
@@ -57,16 +57,17 @@ def read_federation(
         seed: of partitions, splits and caps.
         base: folder that relative paths start from.
         cache: where decoded images are kept.
+        alone: these are one hospital's images, and others may train the classes that it only tests.
 
     Raises InputError for whatever is wrong with the source; the message names the file and the rows.
     """
     if options.source == "phantoms":
         return _phantoms(options, seed)
-    placement = place_records(options, seed, base)
+    placement = place_records(options, seed, base, alone)
     order = np.concatenate([rows for splits in placement.rows.values() for rows in splits.values()])
     refs = [placement.listing.records[row].image for row in order]
     decoded = (cache or decoded_cache()).decode(refs, options.decoding)
-    notes = (*placement.notes, *decoded.notes, *_bad_images(placement, order, decoded, options))
+    notes = (*placement.notes, *decoded.notes, *_bad_images(placement, order, decoded, options, alone))
     return Federation(
         _assemble(placement, order, decoded),
         placement.listing.label_space,
@@ -103,8 +104,8 @@ def list_records(options: DataOptions, base: Path = Path()) -> Listing:
     return read_table(path, options.columns)
 
 
-def place_records(options: DataOptions, seed: int, base: Path = Path()) -> Placement:
-    """Client and split of every record, caps applied; nothing is decoded."""
+def place_records(options: DataOptions, seed: int, base: Path = Path(), alone: bool = False) -> Placement:
+    """Client and split of every record, caps applied; nothing is decoded. `alone`: see `read_federation`."""
     listing = keep_sites(list_records(options, base), options.sites)
     if not listing.records:
         raise InputError(f"{listing.origin}: no images are listed")
@@ -113,7 +114,8 @@ def place_records(options: DataOptions, seed: int, base: Path = Path()) -> Place
     listing = settle_splits(listing, options)
     clients = assign_clients(listing, options.partition, seed)
     splits, notes = assign_splits(listing, clients, options, seed)
-    check_trained(listing.records, splits, listing.origin)
+    if not alone:
+        check_trained(listing.records, splits, listing.origin)
     rows, caps = _cap_rows(listing, clients, splits, options, seed)
     places = (*listing.notes, *notes, *caps, *_untrained_notes(listing.records, clients, splits))
     return Placement(listing, clients, splits, rows, places)
@@ -188,7 +190,7 @@ def _client_order(listing: Listing, clients: Iterable[str], options: DataOptions
 
 
 def _bad_images(
-    placement: Placement, order: NDArray[np.int64], decoded: Decoded, options: DataOptions
+    placement: Placement, order: NDArray[np.int64], decoded: Decoded, options: DataOptions, alone: bool
 ) -> tuple[str, ...]:
     """A note on what was skipped; InputError where nothing may be or a class loses its training images."""
     if not decoded.bad:
@@ -198,7 +200,8 @@ def _bad_images(
         raise InputError(f'{faults}. Mend them, or set data.on_bad_image = "skip"')
     left = [row for position, row in enumerate(order.tolist()) if position not in decoded.bad]
     records = [placement.listing.records[row] for row in left]
-    check_trained(records, [placement.splits[row] for row in left], placement.listing.origin)
+    if not alone:
+        check_trained(records, [placement.splits[row] for row in left], placement.listing.origin)
     lost = Counter(placement.clients[order[position]] for position in decoded.bad)
     where = ", ".join(f"{client} {count}" for client, count in sorted(lost.items()))
     return (f"skipped ({where}): {faults}",)

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from wardround.errors import InputError, suggestion
-from wardround.federation.messages import BadMessage, Json, Message, shorten
+from wardround.federation.messages import DEFAULT_LIMIT, BadMessage, Json, Message, shorten
 from wardround.federation.tensor_bytes import safetensors_parts
 
 MAGIC = b"WRD\x01"
 LENGTH_BYTES = 4
 PREFIX_BYTES = len(MAGIC) + 1 + LENGTH_BYTES
-DEFAULT_LIMIT = 4 * 2**30
 _MESSAGE_TYPES = {torch.float32, torch.int64, torch.bool}
 _WIRE_TYPES = _MESSAGE_TYPES | {torch.float16}
 

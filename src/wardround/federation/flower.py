@@ -59,13 +59,14 @@ class Envelope:
 
 
 @dataclass
-class _Exchange:
+class Exchange:
     """One exchange in progress.
 
     Attributes:
         ticket: that of this exchange.
         end: when the deadline passes, in the seconds of the monotonic clock.
         sent: client by Flower's name for the message that it has not answered yet.
+        absent: clients that are waited for.
         attempts: how often each client was asked.
         answers: answers that wait for their turn.
     """
@@ -73,6 +74,7 @@ class _Exchange:
     ticket: str
     end: float | None
     sent: dict[str, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     answers: dict[str, bytes | Refused] = field(default_factory=dict)
 
@@ -116,7 +118,7 @@ class FlowerTransport(Transport):
     def carry(self, outbox: Outbox, deadline: float | None) -> Iterator[tuple[str, bytes | Refused]]:
         """Send every frame at once; hand the answers on in the order of the clients."""
         end = None if deadline is None else time.monotonic() + deadline
-        exchange = _Exchange(secrets.token_hex(16), end)
+        exchange = Exchange(secrets.token_hex(16), end)
         for client in outbox.clients:
             self._send(exchange, client, outbox)
         for client in outbox.clients:
@@ -126,11 +128,11 @@ class FlowerTransport(Transport):
                     time.sleep(pause)
                     pause = min(2 * pause, PAUSES[1])
                 if exchange.over:
-                    for late in exchange.sent.values():
+                    for late in (*exchange.sent.values(), *exchange.absent):
                         exchange.answers.setdefault(late, Refused("late: no answer before the deadline"))
             yield client, exchange.answers.pop(client)
 
-    def _send(self, exchange: _Exchange, client: str, outbox: Outbox) -> None:
+    def _send(self, exchange: Exchange, client: str, outbox: Outbox) -> None:
         """Ask a client, for the first time or again."""
         exchange.attempts[client] = exchange.attempts.get(client, 0) + 1
         envelope = Envelope(client, self.experiment, exchange.ticket, outbox.frame(client))
@@ -138,24 +140,32 @@ class FlowerTransport(Transport):
         if identifiers:
             exchange.sent[identifiers[0]] = client
         else:
-            exchange.answers[client] = Refused("not connected")
+            self._miss(exchange, client)
+
+    def _miss(self, exchange: Exchange, client: str) -> None:
+        """A client cannot be reached now."""
+        exchange.answers[client] = Refused("not connected")
 
     def _push(self, envelope: Envelope, nodes: Iterable[int], kind: str) -> list[str]:
         content = envelope.sealed()
         messages = [Message(content=content, dst_node_id=node, message_type=kind) for node in nodes]
         return list(self.grid.push_messages(messages))
 
-    def _collect(self, exchange: _Exchange, outbox: Outbox) -> bool:
+    def _collect(self, exchange: Exchange, outbox: Outbox) -> bool:
         """Take in the replies that have come; False where there was none."""
         replies = list(self.grid.pull_messages(list(exchange.sent)))
         for reply in replies:
             client = exchange.sent.pop(reply.metadata.reply_to_message_id)
             if reply.has_error() and exchange.attempts[client] < ATTEMPTS and not exchange.over:
-                self._ask_names(5.0)  # it may have come back as another node
-                self._send(exchange, client, outbox)
+                self._lose(exchange, client, outbox)
             else:
                 exchange.answers[client] = self._opened(reply, client, exchange.ticket)
         return bool(replies)
+
+    def _lose(self, exchange: Exchange, client: str, outbox: Outbox) -> None:
+        """A message was lost with its node, which may have come back as another one."""
+        self._ask_names(5.0)
+        self._send(exchange, client, outbox)
 
     def _opened(self, reply: Message, client: str, ticket: str) -> bytes | Refused:
         if reply.has_error():

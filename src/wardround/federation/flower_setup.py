@@ -7,7 +7,7 @@ import os
 
 from wardround.errors import InputError
 
-TESTED = ((1, 30), (1, 43))  # from, and below
+TESTED = ((1, 42), (1, 43))  # from, and below
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -33,14 +33,15 @@ def need_flower() -> str | None:
     except importlib.metadata.PackageNotFoundError as missing:
         raise InputError(
             'transport.name = "flower" needs Flower: pip install "wardround[flower]" (tested: '
-            f'{_tested()}); transport.name = "local" does without'
+            f'{tested_versions()}); transport.name = "local" does without'
         ) from missing
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if TESTED[0] <= numbers < TESTED[1]:
         return None
-    return f"Flower {version} is not among the versions that were tested ({_tested()})"
+    return f"Flower {version} is not among the versions that were tested ({tested_versions()})"
 
 
-def _tested() -> str:
+def tested_versions() -> str:
+    """The versions of Flower that were tested, in words."""
     first, last = (".".join(map(str, version)) for version in TESTED)
     return f"from {first} to before {last}"

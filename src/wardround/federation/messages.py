@@ -14,6 +14,8 @@ from torch import Tensor
 Json = Any
 # Bytes that a message may take beside its tensors: names, shapes and scalars.
 HEADER_ROOM = 2**24
+# Bytes that a message may take whose length is not known beforehand.
+DEFAULT_LIMIT = 4 * 2**30
 
 
 class BadMessage(Exception):
@@ -83,6 +85,8 @@ Schema = Mapping[str, Spec]
 
 def room_for(schema: Schema) -> int:
     """The most bytes that a message of `schema` takes, however it is coded."""
+    if any(-1 in spec.shape for spec in schema.values()):
+        return DEFAULT_LIMIT
     return HEADER_ROOM + sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in schema.values())
 
 

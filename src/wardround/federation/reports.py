@@ -6,6 +6,7 @@ stray one could leak. A reply that says anything else, or says it in another for
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -59,6 +60,7 @@ class Report(_Strict):
         loss: mean training loss of the round.
         seconds: of training.
         log: the method's own numbers.
+        counts: images behind a statistic, where that is not all of `examples`.
         personal: the client's model after training, when asked for.
         received: the server's model with the client's local parts, when asked for.
     """
@@ -67,8 +69,62 @@ class Report(_Strict):
     loss: float | None = None
     seconds: Seconds = 0.0
     log: dict[str, float | None] = {}
+    counts: dict[str, Count] = {}
     personal: Evaluation | None = None
     received: Evaluation | None = None
+
+
+class Instructions(_Strict):
+    """The scalars of a server's message: all that it may ask of a client.
+
+    Attributes:
+        round: counted from 1.
+        phase: which exchange of the round this is.
+        exchange: its number in the round.
+        evaluate_received: report how the received model does on the client's own images.
+        evaluate_personal: report how the personal model does.
+        checkpoint: keep the local state for a checkpoint.
+        checkpoint_round: the round of that checkpoint.
+        resumable: the oldest round that the server may go back to.
+        final: nothing follows.
+    """
+
+    round: Count
+    phase: Annotated[str, Field(max_length=100)]
+    exchange: Count | None = None
+    evaluate_received: bool = False
+    evaluate_personal: bool = False
+    checkpoint: bool = False
+    checkpoint_round: Count = 0
+    resumable: Count = 0
+    final: bool = False
+
+
+def check_instructions(message: Message) -> None:
+    """Refuse a server's message that asks for anything else than `Instructions` provide for.
+
+    Raises:
+        BadMessage: names the first scalar that is unknown, missing or not what it should be.
+    """
+    try:
+        Instructions.model_validate(dict(message.scalars))
+    except ValidationError as error:
+        raise BadMessage(_first(error)) from None
+
+
+def released(scores: Mapping[str, Any], least: int) -> dict[str, Any]:
+    """What of the `Scores` of one split may leave a client that tells nothing of fewer than `least` images.
+
+    Everything but the number of images stays where there are too few of them; the tables by class stay where a class
+    has some, but too few.
+    """
+    support = scores["support"]
+    if 0 < scores["n"] < least:
+        scores = {key: value if key == "n" else None for key, value in scores.items()}
+    elif all(count == 0 or count >= least for count in support):
+        return dict(scores)
+    empty = [0] * len(support)
+    return {**scores, "support": empty, "confusion": [empty] * len(support)}
 
 
 def checked(message: Message) -> Message:

@@ -15,6 +15,7 @@ The hooks, by the question that each answers:
 | `backward`         | how do gradients come about?                                    | client |
 | `train`            | what is a round of local training?                              | client |
 | `statistics`       | which statistics does this client send?                         | client |
+| `statistic_counts`, `release` | of how many images is each, and which may not leave?   | client |
 | `personalise`      | what makes the personal model of what training left?            | client |
 | `predict`, `predict_received` | how is a prediction made, by the personal and the server's model? | client |
 | `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
@@ -29,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from wardround.federation.averaging import WeightedMean
-from wardround.federation.messages import Schema, Spec, named, plain_copy
+from wardround.federation.messages import BadMessage, Schema, Spec, named, plain_copy
 from wardround.federation.rounds import TRAIN
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply, Server
@@ -81,6 +82,10 @@ class Method(Options):
         """Who owns each entry: frozen blocks nobody, corrector and a local head the client, the rest all."""
         rules = Rules.of(model).frozen(model.frozen).local(model.corrector)
         return rules.local(model.head) if model.local_head else rules
+
+    def discreet(self) -> Self:
+        """This method with whatever of its own keys makes its messages say least of single images. Default: itself."""
+        return self
 
     def refuse(self, training: TrainingOptions) -> None:
         """Raise `InputError` for training options that the method does not go with. Default: it goes with all."""
@@ -154,6 +159,24 @@ class Method(Options):
     def statistics(self, client: Client) -> Mapping[str, Tensor]:
         """The tensors announced by `statistic_shapes`, after training."""
         return {}
+
+    def statistic_counts(self, client: Client) -> Mapping[str, int]:
+        """Of how many images each statistic is made, where that is not all of the client's. Default: all are of all."""
+        return {}
+
+    def release(self, client: Client, statistics: Mapping[str, Tensor], least: int) -> Mapping[str, Tensor]:
+        """Those of `statistics` that are made of at least `least` images: a summary of few can betray one.
+
+        Raises:
+            BadMessage: one has to stay, and the method cannot do without it.
+        """
+        counts = self.statistic_counts(client)
+        withheld = {name for name in statistics if counts.get(name, len(client)) < least}
+        if withheld and not self.optional_statistics:
+            raise BadMessage(
+                f"withheld: statistics of {len(client)} images; this client gives none of fewer than {least}"
+            )
+        return {name: tensor for name, tensor in statistics.items() if name not in withheld}
 
     def personalise(self, client: Client) -> None:
         """Make `client.model` the personal model, once the reply is safe; nothing of it travels or is kept for the

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -89,6 +90,16 @@ class Calibration(Hooks):
             return super().statistics(client)
         diagonal = self.covariance == "diagonal"
         return class_moments(client.training_features(), client.labels, len(client.counts), diagonal)
+
+    def release(self, client: Client, statistics: Mapping[str, Tensor], least: int) -> Mapping[str, Tensor]:
+        """Moments without the classes that have fewer images than `least`, else as the method says."""
+        if client.phase != MOMENTS:
+            return super().release(client, statistics, least)
+        enough = statistics["count"] >= least
+        return {
+            name: torch.where(enough.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor))
+            for name, tensor in statistics.items()
+        }
 
     # ---- server half
 

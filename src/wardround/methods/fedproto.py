@@ -82,6 +82,10 @@ class FedProto(Isolated):
         """The prototypes of the classes that the client has."""
         return {f"prototype/{c}": client.scratch["own"][c] for c in client.counts.nonzero().flatten().tolist()}
 
+    def statistic_counts(self, client: Client) -> Mapping[str, int]:
+        """A prototype is made of its class's images alone; of one image it is that image's feature."""
+        return {f"prototype/{c}": count for c, count in enumerate(client.counts.tolist())}
+
     def predict(self, client: Client, inputs: Tensor) -> Tensor:
         """Negative squared distances to the prototypes."""
         if self.prediction == "head" or not client.memory:

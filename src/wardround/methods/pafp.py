@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -87,6 +87,10 @@ class PAFP(Method):
         if not len(model.tuned):
             raise InputError("model.finetune_blocks = 0: PAFP aligns what tuned blocks receive (allowed: 1 and more)")
         insert_alignment(model, image_size, groups=self.groups, variant=self.variant, statistic=self.statistic)
+
+    def discreet(self) -> Self:
+        """Moments per channel: those per element over few images identify them."""
+        return self.model_copy(update={"reduce": "channel"})
 
     def rules(self, model: Classifier) -> Rules:
         """FedAvg's, with the FA modules local."""

@@ -1,0 +1,268 @@
+"""`deploy client`: take part in the federation until it is over, whatever happens to the network or the server."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from wardround.deploy.authority import PrivateKey, check_dates, read_private
+from wardround.deploy.founding import CA, CLIENT_KEY
+from wardround.deploy.hospital import Hospital
+from wardround.deploy.settings import ClientSettings, is_loopback
+from wardround.errors import InputError
+from wardround.federation.messages import shorten
+from wardround.federation.transport import Refused
+from wardround.federation.workers import answer_or_reason
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+
+    from wardround.deploy.supernode import Link
+    from wardround.federation.flower import Envelope
+
+Tell = Callable[[str], None]
+BACK_OFF = (1.0, 60.0)  # seconds between two attempts to reach the server: at first, and at most
+CLOCK_SECONDS = 60.0
+
+
+class Unreachable(Exception):
+    """The server cannot be reached now; it may be later."""
+
+
+@dataclass
+class Patience:
+    """Attempts to reach a server that is away.
+
+    Attributes:
+        address: of the server.
+        tell: takes a sentence about each attempt.
+        sleep: waits for so many seconds.
+    """
+
+    address: str
+    tell: Tell
+    sleep: Callable[[float], None] = time.sleep
+    _since: datetime | None = None
+    _pause: float = BACK_OFF[0]
+
+    def wait(self, trouble: str) -> None:
+        """Wait before the next attempt, longer each time."""
+        self._since = self._since or datetime.now().astimezone()
+        self.tell(
+            f"{self.address} cannot be reached since {self._since:%Y-%m-%d %H:%M:%S} ({trouble}); next attempt in "
+            f"{self._pause:.0f} s"
+        )
+        self.sleep(self._pause)
+        self._pause = min(2 * self._pause, BACK_OFF[1])
+
+    def reached(self) -> None:
+        """The server is there."""
+        self._since, self._pause = None, BACK_OFF[0]
+
+
+@dataclass
+class Attendant:
+    """Answers the server's messages for one hospital.
+
+    Attributes:
+        hospital: whose.
+        tell: takes a sentence about each message.
+        over: whether the server has said that all is done.
+    """
+
+    hospital: Hospital
+    tell: Tell
+    over: bool = field(default=False, init=False)
+
+    def answer(self, message: Message) -> Message:
+        """The reply to a message; whatever is not provided for is refused, and said."""
+        from flwr.app import Message
+
+        from wardround.deploy.transport import FAREWELL
+        from wardround.federation.flower import ANSWER, ROLL_CALL, Envelope
+
+        asked = Envelope.opened(message.content)
+        kinds = {ROLL_CALL: self._joins, ANSWER: self._answers, FAREWELL: self._leaves}
+        found = kinds.get(message.metadata.message_type, self._refuses)(asked)
+        if found.refusal:
+            self.tell(f"refused: {found.refusal}")
+        return Message(content=found.sealed(), reply_to=message)
+
+    def _joins(self, asked: Envelope) -> Envelope:
+        wrong = self._other_experiment(asked)
+        if wrong:
+            return self._refusal(asked, wrong)
+        self.tell("joined; waiting for the first message")
+        return self._reply(asked, self.hospital.said.model_dump_json().encode())
+
+    def _answers(self, asked: Envelope) -> Envelope:
+        wrong = self._other_experiment(asked) or self._other_client(asked)
+        if wrong:
+            return self._refusal(asked, wrong)
+        name, begun = self.hospital.settings.name, time.monotonic()
+        try:
+            answer = answer_or_reason(self.hospital.answerer, name, asked.frame)
+        except OSError as error:
+            answer = Refused(f"{error.filename or 'disk'}: {error.strerror or error}")
+        if isinstance(answer, Refused):
+            return self._refusal(asked, answer.reason)
+        took = time.monotonic() - begun
+        self.tell(f"answered: {len(asked.frame)} bytes came, {len(answer)} bytes go, {took:.1f} s")
+        return self._reply(asked, answer)
+
+    def _leaves(self, asked: Envelope) -> Envelope:
+        wrong = self._other_experiment(asked)
+        if wrong:
+            return self._refusal(asked, wrong)
+        self.over = True
+        return self._reply(asked, b"")
+
+    def _refuses(self, asked: Envelope) -> Envelope:
+        return self._refusal(asked, "a message of a kind that this client does not answer")
+
+    def _other_experiment(self, asked: Envelope) -> str:
+        own = self.hospital.agreement.digest
+        if asked.experiment == own:
+            return ""
+        return f"the server's experiment is another one (digest {shorten(asked.experiment[:12])}, here {own[:12]})"
+
+    def _other_client(self, asked: Envelope) -> str:
+        name = self.hospital.settings.name
+        return "" if asked.client == name else f"this is {name!r}, the message is for {shorten(asked.client)!r}"
+
+    def _reply(self, asked: Envelope, frame: bytes) -> Envelope:
+        own = self.hospital.agreement.digest
+        return replace(asked, client=self.hospital.settings.name, experiment=own, frame=frame, refusal="")
+
+    def _refusal(self, asked: Envelope, why: str) -> Envelope:
+        return replace(self._reply(asked, b""), refusal=shorten(why, 1000))
+
+
+def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Take part until the server says that all is done.
+
+    Args:
+        hospital: ready to take part.
+        insecure: plain text instead of TLS; for a server on this machine alone.
+        tell: takes a sentence about each event.
+        sleep: waits between attempts.
+
+    Raises:
+        InputError: the server does not know this client's key, or is not the federation's server.
+    """
+    from wardround.deploy.supernode import open_client
+
+    authority, key = credentials(hospital.folder, hospital.settings, insecure)
+    patience = Patience(hospital.settings.server, tell, sleep)
+    attendant = Attendant(hospital, tell)
+    client = open_client(hospital.settings.server, authority, key)
+    while not attendant.over:
+        try:
+            _stay(client, key, attendant, patience)
+        except Unreachable as trouble:
+            patience.wait(str(trouble))
+    tell(f"the federation is finished; this hospital's model is in {hospital.run}")
+
+
+def credentials(folder: Path, settings: ClientSettings, insecure: bool) -> tuple[str | None, PrivateKey]:
+    """The file of the authority's certificate (None for plain text) and this client's key.
+
+    Raises:
+        InputError: a file is missing or wrong, or plain text would leave this machine.
+    """
+    if insecure and not is_loopback(settings.host):
+        raise InputError(f"--insecure sends plain text, which is for this machine alone; server: {settings.server}")
+    if not insecure:
+        check_dates(folder / CA)
+    return None if insecure else str(folder / CA), read_private(folder / CLIENT_KEY)
+
+
+def _stay(client: Any, key: PrivateKey, attendant: Attendant, patience: Patience) -> None:
+    """Connect, and answer until all is done."""
+    from wardround.deploy.supernode import Pulse, connect
+
+    with _Trouble(attendant.hospital):
+        link = connect(client, key)
+        patience.reached()
+        attendant.tell(f"connected to {attendant.hospital.settings.server}")
+        pulse = Pulse(link.beat)
+        try:
+            _answer_all(link, attendant)
+        finally:
+            pulse.end()
+
+
+def _answer_all(link: Link, attendant: Attendant) -> None:
+    from wardround.deploy.supernode import POLL_SECONDS
+
+    pause = POLL_SECONDS[0]
+    while not attendant.over:
+        message = link.pull()
+        if message is None:
+            time.sleep(pause)
+            pause = min(1.5 * pause, POLL_SECONDS[1])
+        else:
+            link.push(attendant.answer(message))
+            pause = POLL_SECONDS[0]
+    link.leave()
+
+
+class _Trouble:
+    """Turns what can go wrong on the way to the server into `Unreachable`, or into an error that no waiting mends."""
+
+    def __init__(self, hospital: Hospital) -> None:
+        self._server = hospital.settings.server
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Say what it means."""
+        if isinstance(error, httpx.HTTPStatusError):
+            self._answered(error.response)
+        elif isinstance(error, httpx.TransportError):
+            self._broken(error)
+        elif type(error).__module__.startswith("flwr."):
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+
+    def _answered(self, response: httpx.Response) -> None:
+        if response.status_code == 401:
+            raise InputError(f"{self._server} refused this client: {self._why(response)}")
+        raise Unreachable(f"it answered with status {response.status_code}")
+
+    def _why(self, response: httpx.Response) -> str:
+        try:
+            apart = (datetime.now(UTC) - parsedate_to_datetime(response.headers["date"])).total_seconds()
+        except (KeyError, ValueError, TypeError):
+            apart = 0.0
+        if abs(apart) >= CLOCK_SECONDS:
+            ahead = "ahead of" if apart > 0 else "behind"
+            return f"this machine's clock is {abs(apart):.0f} s {ahead} the server's; set it"
+        return f"it does not know the key in {CLIENT_KEY}; the folder may be of another federation, or of an older one"
+
+    def _broken(self, error: httpx.TransportError) -> None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ssl.SSLError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise InputError(
+                f"{self._server} is not the federation's server: its certificate is not accepted "
+                f"({cause.verify_message}). If it speaks of dates, look at this machine's clock too."
+            ) from error
+        if isinstance(cause, ssl.SSLError):
+            raise InputError(
+                f"{self._server} does not speak TLS ({cause.reason}); a server with --insecure does not"
+            ) from error
+        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+            raise Unreachable(
+                f"it broke off: {error}; a server that wants TLS does so when it hears plain text"
+            ) from error
+        raise Unreachable(str(error) or type(error).__name__) from error
