@@ -417,18 +417,18 @@ def deploy_client_command(
 ) -> None:
     """Take part with this hospital's images, until the federation is finished."""
     from wardround.deploy.attending import attend, credentials
-    from wardround.deploy.hospital import open_hospital
+    from wardround.deploy.hospital import open_hospital, read_settings
     from wardround.deploy.telling import telling
     from wardround.federation.flower_setup import need_flower
 
     _stop_at_sigterm()
     need_flower()
+    credentials(folder, read_settings(folder), insecure)  # what is wrong there shows before the long work
     _tell("reading and checking the images, building the model")
     hospital = open_hospital(folder, data)
     if dry_run:
         _show_departures(hospital, as_json)
         return
-    credentials(folder, hospital.settings, insecure)
     attend(hospital, insecure, telling(folder / "client.log"))
 
 

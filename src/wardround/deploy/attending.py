@@ -75,12 +75,14 @@ class Attendant:
     Attributes:
         hospital: whose.
         tell: takes a sentence about each message.
-        over: whether the server has said that all is done.
+        over: whether the server has said that all is done, or this client is none of its own.
+        outcast: why this client cannot take part; empty where it can.
     """
 
     hospital: Hospital
     tell: Tell
     over: bool = field(default=False, init=False)
+    outcast: str = field(default="", init=False)
 
     def answer(self, message: Message) -> Message:
         """The reply to a message; whatever is not provided for is refused, and said."""
@@ -99,6 +101,7 @@ class Attendant:
     def _joins(self, asked: Envelope) -> Envelope:
         wrong = self._other_experiment(asked)
         if wrong:
+            self.over, self.outcast = True, wrong
             return self._refusal(asked, wrong)
         self.tell("joined; waiting for the first message")
         return self._reply(asked, self.hospital.said.model_dump_json().encode())
@@ -122,7 +125,7 @@ class Attendant:
         wrong = self._other_experiment(asked)
         if wrong:
             return self._refusal(asked, wrong)
-        self.over = True
+        self.over, self.outcast = True, asked.refusal and f"the server refused this client: {shorten(asked.refusal)}"
         return self._reply(asked, b"")
 
     def _refuses(self, asked: Envelope) -> Envelope:
@@ -156,7 +159,8 @@ def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[floa
         sleep: waits between attempts.
 
     Raises:
-        InputError: the server does not know this client's key, or is not the federation's server.
+        InputError: the server does not know this client's key, is not the federation's server, or means another
+            experiment.
     """
     from wardround.deploy.supernode import open_client
 
@@ -166,9 +170,12 @@ def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[floa
     client = open_client(hospital.settings.server, authority, key)
     while not attendant.over:
         try:
-            _stay(client, key, attendant, patience)
+            with _Trouble(hospital.settings.server, plain=insecure):
+                _stay(client, key, attendant, patience)
         except Unreachable as trouble:
             patience.wait(str(trouble))
+    if attendant.outcast:
+        raise InputError(f"{hospital.folder}: {attendant.outcast}")
     tell(f"the federation is finished; this hospital's model is in {hospital.run}")
 
 
@@ -189,15 +196,14 @@ def _stay(client: Any, key: PrivateKey, attendant: Attendant, patience: Patience
     """Connect, and answer until all is done."""
     from wardround.deploy.supernode import Pulse, connect
 
-    with _Trouble(attendant.hospital):
-        link = connect(client, key)
-        patience.reached()
-        attendant.tell(f"connected to {attendant.hospital.settings.server}")
-        pulse = Pulse(link.beat)
-        try:
-            _answer_all(link, attendant)
-        finally:
-            pulse.end()
+    link = connect(client, key)
+    patience.reached()
+    attendant.tell(f"connected to {attendant.hospital.settings.server}")
+    pulse = Pulse(link.beat)
+    try:
+        _answer_all(link, attendant)
+    finally:
+        pulse.end()
 
 
 def _answer_all(link: Link, attendant: Attendant) -> None:
@@ -218,8 +224,8 @@ def _answer_all(link: Link, attendant: Attendant) -> None:
 class _Trouble:
     """Turns what can go wrong on the way to the server into `Unreachable`, or into an error that no waiting mends."""
 
-    def __init__(self, hospital: Hospital) -> None:
-        self._server = hospital.settings.server
+    def __init__(self, server: str, plain: bool) -> None:
+        self._server, self._plain = server, plain
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
@@ -261,8 +267,6 @@ class _Trouble:
             raise InputError(
                 f"{self._server} does not speak TLS ({cause.reason}); a server with --insecure does not"
             ) from error
-        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-            raise Unreachable(
-                f"it broke off: {error}; a server that wants TLS does so when it hears plain text"
-            ) from error
-        raise Unreachable(str(error) or type(error).__name__) from error
+        broke_off = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+        hint = "; a server that wants TLS does so when it hears plain text" if broke_off and self._plain else ""
+        raise Unreachable(f"{str(error) or type(error).__name__}{hint}") from error

@@ -16,7 +16,7 @@ from typing import Any
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
-Scope = MutableMapping[str, Any]
+Scope = MutableMapping[Any, Any]
 Tell = Callable[[str], None]
 FLEET = "/v1/fleet/"
 REPEAT_SECONDS = 60.0  # how long the same refusal is not said again
@@ -52,11 +52,12 @@ class Doorkeeper:
             self.say(f"refused {_peer(scope)}: asked for {scope['path'][:100]!r}, which is not served here")
             await _answer(send, 404)
             return
-        try:
-            await self._app(scope, self._measured(receive), self._watched(scope, send))
-        except TooLarge:
-            self.say(f"refused {self._who(scope)}: a message of more than {self._limit} bytes")
-            await _answer(send, TOO_LARGE)
+        if _key(scope) not in self._names:
+            self.say(f"refused {self._who(scope)}: {self._why(scope)}")
+            await _answer(send, 401)
+            return
+        with contextlib.suppress(TooLarge):
+            await self._app(scope, self._measured(scope, receive), self._watched(scope, send))
 
     def say(self, sentence: str) -> None:
         """Tell it, unless it has just been told."""
@@ -65,7 +66,7 @@ class Doorkeeper:
             self._said[sentence] = now
             self._tell(sentence)
 
-    def _measured(self, receive: Any) -> Any:
+    def _measured(self, scope: Scope, receive: Any) -> Any:
         got = 0
 
         async def limited() -> Any:
@@ -73,6 +74,8 @@ class Doorkeeper:
             event = await receive()
             got += len(event.get("body", b""))
             if got > self._limit:
+                self.say(f"refused {self._who(scope)}: a message of more than {self._limit} bytes")
+                scope[TooLarge] = True
                 raise TooLarge
             return event
 
@@ -80,8 +83,10 @@ class Doorkeeper:
 
     def _watched(self, scope: Scope, send: Any) -> Any:
         async def watching(event: Any) -> None:
-            if event["type"] == "http.response.start" and event["status"] == 401:
-                self.say(f"refused {self._who(scope)}: {self._why(scope)}")
+            if event["type"] == "http.response.start":
+                if event["status"] == 401:
+                    self.say(f"refused {self._who(scope)}: {self._why(scope)}")
+                event = {**event, "status": TOO_LARGE} if TooLarge in scope else event
             await send(event)
 
         return watching
@@ -92,6 +97,8 @@ class Doorkeeper:
 
     def _why(self, scope: Scope) -> str:
         key = _key(scope)
+        if not key:
+            return "it shows no key"
         if key not in self._names:
             return f"its key is none of the clients' (SHA-256 {hashlib.sha256(key).hexdigest()[:16]})"
         apart = _seconds_apart(_header(scope, TIMESTAMP_HEADER))
@@ -106,7 +113,8 @@ def _peer(scope: Scope) -> str:
 
 
 def _header(scope: Scope, name: str) -> bytes:
-    return dict(scope["headers"]).get(name.lower().encode(), b"")
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    return headers.get(name.lower().encode(), b"")
 
 
 def _key(scope: Scope) -> bytes:

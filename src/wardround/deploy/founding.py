@@ -104,7 +104,8 @@ def found(plan: Plan, out: Path) -> list[Path]:
 
 def agree(plan: Plan) -> Agreement:
     """The agreement of a plan."""
-    clients, classes, modalities = plan.clients, plan.classes, ("image",)
+    clients, classes = plan.clients, plan.classes
+    modalities: tuple[str, ...] = ("image",)
     if not (clients and classes):
         known = _of_data(plan.experiment)
         clients, classes, modalities = clients or known.clients, classes or known.classes, known.modalities
@@ -161,7 +162,7 @@ def _server(
 ) -> None:
     (folder / CLIENTS).mkdir(parents=True)
     agreement.write(folder)
-    (folder / SERVER).write_text(tomli_w.dumps(settings.to_toml()), encoding="utf-8")
+    (folder / SERVER).write_text(tomli_w.dumps(settings.model_dump(exclude_none=True)), encoding="utf-8")
     (folder / CA).write_bytes(authority.pem)
     _certify(folder, settings, authority)
     for name, public in keys.items():

@@ -115,7 +115,7 @@ def read_settings(folder: Path) -> ClientSettings:
     settings, parties = read_options(folder / CLIENT, ClientSettings), read_agreement(folder).parties
     if settings.name not in parties.clients:
         raise InputError(
-            f"{folder / CLIENT}: name: {settings.name!r} is no client{suggestion(settings.name, parties.clients)}"
+            f"{folder / CLIENT}: name: there is no client {settings.name!r}{suggestion(settings.name, parties.clients)}"
         )
     if settings.min_count < parties.min_count:
         raise InputError(

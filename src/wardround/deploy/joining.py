@@ -61,7 +61,7 @@ def frozen_digest(side: ServerSide, model: Classifier) -> str:
 def joining(agreement: Agreement, data: ClientData, min_count: int, frozen: str) -> Joining:
     """What a client with these images says."""
     classes = len(agreement.parties.classes)
-    splits = {split: _counts(data.split(split), classes, min_count) for split in SPLITS}
+    splits: dict[str, SplitCounts] = {split: _counts(data.split(split), classes, min_count) for split in SPLITS}
     return Joining(wardround=__version__, agreement=agreement.digest, frozen=frozen, min_count=min_count, splits=splits)
 
 

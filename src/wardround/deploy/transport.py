@@ -119,6 +119,9 @@ class HospitalTransport(FlowerTransport):
         if wrong is not None or isinstance(said, str):
             self.roll.refused[client] = start
             self._tell(f"refused {client}: {wrong}")
+            if not envelope.refusal:
+                farewell = Envelope(client, self.experiment, secrets.token_hex(16), refusal=wrong or "")
+                self._push(farewell, [reply.metadata.src_node_id], FAREWELL)
             return
         self._tell(f"{client} {'is back' if client in self.roll.said else 'has joined'}")
         self.roll.said[client], self.roll.starts[client] = said, start
@@ -143,8 +146,8 @@ class HospitalTransport(FlowerTransport):
         self.refresh()
         for name, client in list(exchange.sent.items()):
             if self._sent_to[client] != self.link.starts(client):
-                self.link.forget([exchange_name := name])
-                del exchange.sent[exchange_name]
+                self.link.forget([name])
+                del exchange.sent[name]
                 self._give_up_or_wait(exchange, client)
         for client in [client for client in exchange.absent if client in self.nodes]:
             self._send(exchange, client, outbox)

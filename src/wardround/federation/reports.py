@@ -61,8 +61,8 @@ class Report(_Strict):
         seconds: of training.
         log: the method's own numbers.
         counts: images behind a statistic, where that is not all of `examples`.
-        personal: the client's model after training, when asked for.
-        received: the server's model with the client's local parts, when asked for.
+        personal: metrics of the client's model after training, when asked for.
+        received: metrics of the server's model with the client's local parts, when asked for.
     """
 
     examples: Count
