@@ -264,8 +264,9 @@ class _Trouble:
                 f"({cause.verify_message}). If it speaks of dates, look at this machine's clock too."
             ) from error
         if isinstance(cause, ssl.SSLError):
+            what = getattr(cause, "reason", None) or cause
             raise InputError(
-                f"{self._server} does not speak TLS ({cause.reason}); a server with --insecure does not"
+                f"{self._server} does not speak TLS ({what}); a server with --insecure does not"
             ) from error
         broke_off = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
         hint = "; a server that wants TLS does so when it hears plain text" if broke_off and self._plain else ""

@@ -56,8 +56,10 @@ class Doorkeeper:
             self.say(f"refused {self._who(scope)}: {self._why(scope)}")
             await _answer(send, 401)
             return
-        with contextlib.suppress(TooLarge):
+        try:
             await self._app(scope, self._measured(scope, receive), self._watched(scope, send))
+        except TooLarge:
+            await _answer(send, TOO_LARGE)
 
     def say(self, sentence: str) -> None:
         """Tell it, unless it has just been told."""
@@ -119,7 +121,7 @@ def _header(scope: Scope, name: str) -> bytes:
 
 def _key(scope: Scope) -> bytes:
     try:
-        return base64.b64decode(_header(scope, FLEET_HTTP_PUBLIC_KEY_HEADER)).strip()
+        return base64.b64decode(_header(scope, FLEET_HTTP_PUBLIC_KEY_HEADER), validate=True).strip()
     except binascii.Error:
         return b""
 

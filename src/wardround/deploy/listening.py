@@ -43,7 +43,13 @@ def listening(
     if certificate is not None:
         tls = {"ssl_certfile": str(certificate), "ssl_keyfile": str(certificate.with_suffix(".key"))}
     config = uvicorn.Config(
-        door, log_level="critical", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=1, **tls
+        door,
+        ws="none",
+        log_level="critical",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        **tls,
     )
     with bound(address) as sock, telling_of_handshakes(door.say):
         server = uvicorn.Server(config)
