@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test fuzz lint bench clean
 
 demo: $(READY)
 	$(BIN)/wardround compare examples/demo.toml --methods isolated,fedavg,pafp-alt --seeds 2 --out demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto
+
+# The decoders against 10,000 damaged messages of each kind; `make test` tries 500.
+fuzz: $(READY)
+	WARDROUND_FUZZ=10000 $(BIN)/python -m pytest tests/test_fuzz.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

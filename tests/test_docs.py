@@ -26,7 +26,7 @@ def test_generated_pages_are_up_to_date() -> None:
         assert (ROOT / "docs" / name).read_text() == page(), f"run python docs/generate.py: {name}"
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*.toml")) + sorted(ROOT.glob("benchmarks/**/*.toml")))
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")) + sorted(ROOT.glob("benchmarks/**/*.toml")))
 def test_every_experiment_file_is_valid(file: Path) -> None:
     """No example has an unknown key or a value that is not allowed."""
     experiment_from(tomllib.loads(file.read_text()), str(file))
