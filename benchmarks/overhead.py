@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--rounds 8] [--out DIR] [naive] [resident]
 
 `resident` is `wardround deploy` with TLS: one process a client, which keeps the model. `naive` is the same experiment
-as a Flower app under Flower's own SuperLink and SuperNodes, without TLS: a process for every message. Both train at both
-clients at once, so on two cores the longer of the two trainings is what a round would take without any overhead.
+as a Flower app under Flower's own SuperLink and SuperNodes, without TLS: a process for every message. Both clients
+train at once, so on two cores the longer of the two trainings is what a round would take without any overhead.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from deploy_fixtures import founded, free_port, spoken_of
 from federation_fakes import FLOAT32, X, x
@@ -102,7 +103,7 @@ def test_a_message_that_is_too_large_is_refused_and_its_sender_named() -> None:
 
 @pytest.mark.parametrize(
     ("behind", "said"),
-    [(0, "its signature is not that of its key"), (400, "its clock is 400 s behind"), (-400, "s ahead of")],
+    [(0, "or its signature is not that of its key"), (400, "its clock is 400 s behind"), (-400, "s ahead of")],
 )
 def test_a_refused_signature_is_told_from_a_wrong_clock(behind: float, said: str) -> None:
     then = datetime.now(UTC) - timedelta(seconds=behind)
@@ -173,7 +174,7 @@ class Bench:
                 link.push(Message(content=found.sealed(), reply_to=message))
 
         def until_the_server_ends() -> None:
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.TransportError, httpx.HTTPStatusError):
                 live()
 
         thread = threading.Thread(target=until_the_server_ends, daemon=True)
@@ -230,6 +231,22 @@ def test_who_stays_away_is_late(bench: Bench) -> None:
     assert isinstance(answers["a"], Ours)
 
 
+def test_who_is_late_may_answer_the_next_message(bench: Bench) -> None:
+    first = iter([True])
+
+    def slow_at_first(asked: Envelope) -> Envelope:
+        if asked.frame and next(first, False):
+            time.sleep(2)
+        return add_one(asked)
+
+    bench.client("a", add_one)
+    bench.client("b", slow_at_first)
+    bench.transport.call_roll()
+    assert exchanged(bench, deadline=1)["b"] == Refused("late: no answer before the deadline")
+    assert isinstance(exchanged(bench)["b"], Ours)
+    assert not bench.state.message_res_store, "what came too late is not kept"
+
+
 def test_a_client_that_starts_anew_is_asked_again(bench: Bench) -> None:
     """The first process takes the message with it."""
     bench.client("a", add_one)
@@ -273,6 +290,53 @@ def test_rubbish_and_replays_are_refused_and_the_others_go_on(bench: Bench) -> N
     assert isinstance(first["b"], Refused)
 
 
+def spoilt(asked: Envelope, how: str) -> Envelope:
+    """An answer with something wrong in it."""
+    frame = bytearray(add_one(asked).frame)
+    if how == "flipped":
+        frame[len(frame) // 2] ^= 255
+    elif how == "cut":
+        del frame[-3:]
+    elif how == "huge":
+        frame += bytes(2**20 * 10)
+    else:
+        tensors = {
+            "nan": {"x": torch.full((2,), torch.nan)},
+            "shape": {"x": torch.ones(3)},
+            "name": {"y": torch.ones(2)},
+        }
+        frame = bytearray(FLOAT32.encode(Ours(tensors[how], {"examples": 1})))
+    return replace(asked, frame=bytes(frame))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("nan", "holds 2 values that are not finite"),
+        ("shape", "has shape (3,), expected (2,)"),
+        ("name", "unexpected tensor 'y'"),
+        ("flipped", "damaged message"),
+        ("cut", "damaged message"),
+    ],
+)
+def test_a_bad_update_is_refused_and_named(bench: Bench, how: str, said: str) -> None:
+    bench.client("a", add_one)
+    bench.client("b", lambda asked: spoilt(asked, how) if asked.frame else asked)
+    answers = exchanged(bench)
+    assert said in answers["b"].reason  # type: ignore[union-attr]
+    assert isinstance(answers["a"], Ours)
+
+
+def test_an_update_of_ten_times_the_limit_does_not_arrive(bench: Bench) -> None:
+    """Its sender hears of it, and the round goes on without it."""
+    bench.client("a", add_one)
+    bench.client("b", lambda asked: spoilt(asked, "huge") if asked.frame else asked)
+    answers = exchanged(bench, deadline=5)
+    assert isinstance(answers["b"], Refused)
+    assert isinstance(answers["a"], Ours)
+    assert any("refused b (" in line and "a message of more than 1048576 bytes" in line for line in bench.said)
+
+
 def test_who_means_something_else_is_refused_and_told(bench: Bench) -> None:
     told: list[Envelope] = []
     bench.client("a", lambda asked: told.append(asked) or asked, digest="another")
@@ -296,8 +360,9 @@ def test_a_key_that_the_server_does_not_know_cannot_connect(bench: Bench) -> Non
 # ---- what a client makes of it
 
 
-def trouble(error: Exception, plain: bool = False) -> None:
-    with _Trouble("server:1", plain):
+def trouble(error: Exception, plain: bool = False, connected: bool = False) -> None:
+    with _Trouble("server:1", plain) as watch:
+        watch.connected = connected
         raise error
 
 
@@ -318,6 +383,12 @@ def response(status: int, behind: float = 0.0) -> httpx.HTTPStatusError:
 def test_what_no_waiting_mends_is_said(behind: float, said: str) -> None:
     with pytest.raises(InputError, match=said):
         trouble(response(401, behind))
+
+
+def test_a_server_that_has_started_anew_is_joined_again() -> None:
+    """It does not know the numbers that it gave out before."""
+    with pytest.raises(Unreachable, match="it has started anew"):
+        trouble(response(401), connected=True)
 
 
 @pytest.mark.parametrize("error", [response(503), httpx.ConnectError("refused"), httpx.ReadTimeout("slow")])

@@ -372,6 +372,9 @@ def deploy_init_command(
 ) -> None:
     """Make certificates, keys, and one folder to hand to each side."""
     config = _load(experiment, overrides)
+    from wardround.federation.flower_setup import need_flower
+
+    need_flower()
     from wardround.deploy.founding import Plan, found
     from wardround.deploy.settings import ServerSettings, is_loopback
 
@@ -391,6 +394,9 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="plain text instead o
 @command("server", "stopped; what is finished is kept, and the same command goes on", of=deploy)
 def deploy_server_command(folder: ServerFolder = Path(), insecure: Insecure = False, as_json: AsJson = False) -> None:
     """Run the experiment with the clients that come, or go on with it."""
+    from wardround.federation.flower_setup import need_flower
+
+    need_flower()
     from wardround.deploy.serving import serve
     from wardround.deploy.telling import telling
     from wardround.report.page import write_report
@@ -416,20 +422,24 @@ def deploy_client_command(
     as_json: Annotated[bool, typer.Option("--json", help="of a dry run: print JSON instead of text")] = False,
 ) -> None:
     """Take part with this hospital's images, until the federation is finished."""
+    from wardround.federation.flower_setup import need_flower
+
+    untested = need_flower()
     from wardround.deploy.attending import attend, credentials
     from wardround.deploy.hospital import open_hospital, read_settings
     from wardround.deploy.telling import telling
-    from wardround.federation.flower_setup import need_flower
 
     _stop_at_sigterm()
-    need_flower()
     credentials(folder, read_settings(folder), insecure)  # what is wrong there shows before the long work
     _tell("reading and checking the images, building the model")
     hospital = open_hospital(folder, data)
     if dry_run:
         _show_departures(hospital, as_json)
         return
-    attend(hospital, insecure, telling(folder / "client.log"))
+    tell = telling(folder / "client.log")
+    if untested:
+        tell(untested)
+    attend(hospital, insecure, tell)
 
 
 @command("status", of=deploy)

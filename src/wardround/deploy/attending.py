@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 import httpx
 
@@ -162,7 +162,7 @@ def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[floa
         InputError: the server does not know this client's key, is not the federation's server, or means another
             experiment.
     """
-    from wardround.deploy.supernode import open_client
+    from wardround.deploy.supernode import connect, open_client
 
     authority, key = credentials(hospital.folder, hospital.settings, insecure)
     patience = Patience(hospital.settings.server, tell, sleep)
@@ -170,8 +170,12 @@ def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[floa
     client = open_client(hospital.settings.server, authority, key)
     while not attendant.over:
         try:
-            with _Trouble(hospital.settings.server, plain=insecure):
-                _stay(client, key, attendant, patience)
+            with _Trouble(hospital.settings.server, plain=insecure) as trouble:
+                link = connect(client, key)
+                trouble.connected = True
+                patience.reached()
+                tell(f"connected to {hospital.settings.server}")
+                _stay(link, attendant)
         except Unreachable as trouble:
             patience.wait(str(trouble))
     if attendant.outcast:
@@ -192,18 +196,16 @@ def credentials(folder: Path, settings: ClientSettings, insecure: bool) -> tuple
     return None if insecure else str(folder / CA), read_private(folder / CLIENT_KEY)
 
 
-def _stay(client: Any, key: PrivateKey, attendant: Attendant, patience: Patience) -> None:
-    """Connect, and answer until all is done."""
-    from wardround.deploy.supernode import Pulse, connect
+def _stay(link: Link, attendant: Attendant) -> None:
+    """Answer until all is done."""
+    from wardround.deploy.supernode import Pulse
 
-    link = connect(client, key)
-    patience.reached()
-    attendant.tell(f"connected to {attendant.hospital.settings.server}")
     pulse = Pulse(link.beat)
     try:
         _answer_all(link, attendant)
     finally:
         pulse.end()
+    link.leave()
 
 
 def _answer_all(link: Link, attendant: Attendant) -> None:
@@ -215,10 +217,10 @@ def _answer_all(link: Link, attendant: Attendant) -> None:
         if message is None:
             time.sleep(pause)
             pause = min(1.5 * pause, POLL_SECONDS[1])
-        else:
-            link.push(attendant.answer(message))
-            pause = POLL_SECONDS[0]
-    link.leave()
+            continue
+        pause = POLL_SECONDS[0]
+        if not link.push(attendant.answer(message)):
+            attendant.tell("the server does not take this answer: it came too late, or is too large")
 
 
 class _Trouble:
@@ -226,9 +228,11 @@ class _Trouble:
 
     def __init__(self, server: str, plain: bool) -> None:
         self._server, self._plain = server, plain
+        self.connected = False  # whether the server has known this client since the block began
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Nothing to prepare."""
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Say what it means."""
@@ -240,9 +244,10 @@ class _Trouble:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
 
     def _answered(self, response: httpx.Response) -> None:
-        if response.status_code == 401:
+        if response.status_code == 401 and not self.connected:
             raise InputError(f"{self._server} refused this client: {self._why(response)}")
-        raise Unreachable(f"it answered with status {response.status_code}")
+        anew = "it has started anew" if response.status_code == 401 else f"status {response.status_code}"
+        raise Unreachable(anew)
 
     def _why(self, response: httpx.Response) -> str:
         try:

@@ -105,7 +105,7 @@ class Doorkeeper:
             return f"its key is none of the clients' (SHA-256 {hashlib.sha256(key).hexdigest()[:16]})"
         apart = _seconds_apart(_header(scope, TIMESTAMP_HEADER))
         if apart is None or abs(apart) < CLOCK_SECONDS:
-            return "its signature is not that of its key"
+            return "its session is of an earlier start of this server, or its signature is not that of its key"
         return f"its clock is {abs(apart):.0f} s {'behind' if apart > 0 else 'ahead of'} this machine's"
 
 

@@ -132,8 +132,11 @@ class LinkGrid(HttpGrid):
         return next(self.state.starts[node] for node, name in self.state.clients.items() if name == client)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop messages that nobody will answer."""
-        self.state.delete_messages(set(names))
+        """Drop messages whose answers nobody waits for any more."""
+        gone = set(names)
+        self.state.delete_messages(gone)
+        for name in gone:
+            self.state.object_store.delete(name)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages; Flower's names for them, empty for one that cannot be sent."""

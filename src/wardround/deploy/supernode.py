@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
@@ -36,6 +37,8 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_push_object_fn_protobuf,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
     inflate_object_from_contents,
     pull_objects,
     push_objects,
@@ -68,7 +71,10 @@ class Link:
         head, tree = message_from_proto(found.messages_list[0]), found.message_object_trees[0]
         name, run = head.metadata.message_id, head.metadata.run_id
         pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, run)
-        contents = pull_objects([part.object_id for part in iterate_object_tree(tree)], pull)
+        try:
+            contents = pull_objects([part.object_id for part in iterate_object_tree(tree)], pull)
+        except ObjectPullError:  # the server has just taken it back
+            return None
         self.client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=name)
         )
@@ -77,8 +83,8 @@ class Link:
         message.metadata.__dict__["_message_id"] = name
         return message
 
-    def push(self, reply: Message) -> None:
-        """Send a reply."""
+    def push(self, reply: Message) -> bool:
+        """Send a reply; False where the server does not want it any more."""
         with no_object_id_recompute():
             reply.metadata.__dict__["_message_id"] = reply.object_id
             tree, parts = get_object_tree(reply), get_all_nested_objects(reply)
@@ -89,7 +95,15 @@ class Link:
             )
         )
         push = make_push_object_fn_protobuf(self.client.PushObject, self.node, reply.metadata.run_id, sent.session_id)
-        push_objects(parts, push, object_ids_to_push=set(sent.objects_to_push))
+        try:
+            push_objects(parts, push, object_ids_to_push=set(sent.objects_to_push))
+        except ObjectPushError:
+            return False
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+                return False
+            raise
+        return bool(sent.objects_to_push)
 
     def beat(self) -> bool:
         """Tell the server that this client lives; False where it does not know it any more."""

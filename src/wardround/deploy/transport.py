@@ -76,6 +76,10 @@ class HospitalTransport(FlowerTransport):
         self.refresh()
         yield from super().carry(outbox, deadline)
 
+    def _end(self, exchange: Exchange) -> None:
+        """Nobody waits any more for what is late."""
+        self.link.forget(exchange.sent)
+
     def say_farewell(self, seconds: float = 10.0) -> None:
         """Tell whoever is connected that all is done, and wait a little for them to have heard it."""
         self.refresh()

@@ -131,6 +131,10 @@ class FlowerTransport(Transport):
                     for late in (*exchange.sent.values(), *exchange.absent):
                         exchange.answers.setdefault(late, Refused("late: no answer before the deadline"))
             yield client, exchange.answers.pop(client)
+        self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        """All answers have been handed on."""
 
     def _send(self, exchange: Exchange, client: str, outbox: Outbox) -> None:
         """Ask a client, for the first time or again."""

@@ -32,8 +32,8 @@ def need_flower() -> str | None:
         version = importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError as missing:
         raise InputError(
-            'transport.name = "flower" needs Flower: pip install "wardround[flower]" (tested: '
-            f'{tested_versions()}); transport.name = "local" does without'
+            f'this needs Flower: pip install "wardround[flower]" (tested: {tested_versions()}); '
+            'without it, transport.name = "local" runs federations on this machine'
         ) from missing
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if TESTED[0] <= numbers < TESTED[1]:
