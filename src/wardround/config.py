@@ -152,15 +152,24 @@ def load_experiment(file: Path, overrides: Iterable[str] = ()) -> Experiment:
     Raises:
         InputError: unreadable, not TOML, unknown keys, values that are not allowed.
     """
+    tree = read_toml(file)
+    _resolve(tree, [file.parent, Path()])
+    _override(tree, overrides, file.parent)
+    return experiment_from(tree, str(file))
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """What a TOML file says.
+
+    Raises:
+        InputError: unreadable, or not TOML.
+    """
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{file}: not TOML: {error}") from error
-    _resolve(tree, [file.parent, Path()])
-    _override(tree, overrides, file.parent)
-    return experiment_from(tree, str(file))
 
 
 def _override(tree: dict[str, Any], overrides: Iterable[str], folder: Path) -> None:

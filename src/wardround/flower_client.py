@@ -14,10 +14,8 @@ from wardround.answering import Answerer
 from wardround.config import load_experiment
 from wardround.errors import InputError
 from wardround.experiment import STATE, make_answerer, set_up
-from wardround.federation.flower import ANSWER, ROLL_CALL, Envelope
+from wardround.federation.flower import ANSWER, ROLL_CALL, Correspondent, Envelope
 from wardround.federation.journal import Journal
-from wardround.federation.transport import Refused
-from wardround.federation.workers import answer_or_reason
 
 
 @dataclass(frozen=True)
@@ -90,22 +88,17 @@ def _reply(message: Message, answer: Callable[[Envelope], Envelope]) -> Message:
     return Message(content=found.sealed(), reply_to=message)
 
 
-def _named(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
+def _named(residence: Residence, context: Context, asked: Envelope) -> Envelope:
+    correspondent, _ = _correspondent(residence, context)
+    wrong = correspondent.other_experiment(asked)
+    return correspondent.refuse(asked, wrong) if wrong else correspondent.reply(asked)
+
+
+def _answered(residence: Residence, context: Context, asked: Envelope) -> Envelope:
+    correspondent, answerer = _correspondent(residence, context)
+    return correspondent.answer(asked, answerer)
+
+
+def _correspondent(residence: Residence, context: Context) -> tuple[Correspondent, Answerer]:
     answerer, digest = resident(residence)
-    name = client_of(context, answerer.federation.names)
-    refusal = "" if envelope.experiment == digest else _other_experiment(envelope.experiment, digest)
-    return Envelope(name, digest, envelope.ticket, refusal=refusal)
-
-
-def _answered(residence: Residence, context: Context, envelope: Envelope) -> Envelope:
-    named = _named(residence, context, envelope)
-    if named.refusal:
-        return named
-    if envelope.client != named.client:
-        return replace(named, refusal=f"this is {named.client!r}, the message is for {envelope.client!r}")
-    answer = answer_or_reason(resident(residence)[0], named.client, envelope.frame)
-    return replace(named, refusal=answer.reason) if isinstance(answer, Refused) else replace(named, frame=answer)
-
-
-def _other_experiment(asked: str, own: str) -> str:
-    return f"the server's experiment is another one (digest {asked[:12]}, here {own[:12]})"
+    return Correspondent(client_of(context, answerer.federation.names), digest), answerer

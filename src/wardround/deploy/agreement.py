@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TypeVar
 import tomli_w
 from pydantic import Field, ValidationError
 
-from wardround.config import Experiment, experiment_from, load_experiment
+from wardround.config import Experiment, experiment_from, load_experiment, read_toml
 from wardround.errors import InputError
 from wardround.federation.files import write_atomically
 from wardround.options import Options, explain
@@ -79,12 +78,6 @@ def read_options(file: Path, kind: type[Kind]) -> Kind:
         InputError: unreadable, not TOML, unknown keys, values that are not allowed.
     """
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{file}: not TOML: {error}") from error
-    try:
-        return kind(**tree)
+        return kind(**read_toml(file))
     except ValidationError as error:
         raise InputError(f"{file}: {explain(error, kind)}") from error

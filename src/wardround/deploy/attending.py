@@ -5,9 +5,10 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -19,14 +20,12 @@ from wardround.deploy.hospital import Hospital
 from wardround.deploy.settings import ClientSettings, is_loopback
 from wardround.errors import InputError
 from wardround.federation.messages import shorten
-from wardround.federation.transport import Refused
-from wardround.federation.workers import answer_or_reason
 
 if TYPE_CHECKING:
     from flwr.app import Message
 
     from wardround.deploy.supernode import Link
-    from wardround.federation.flower import Envelope
+    from wardround.federation.flower import Correspondent, Envelope
 
 Tell = Callable[[str], None]
 BACK_OFF = (1.0, 60.0)  # seconds between two attempts to reach the server: at first, and at most
@@ -99,54 +98,39 @@ class Attendant:
         return Message(content=found.sealed(), reply_to=message)
 
     def _joins(self, asked: Envelope) -> Envelope:
-        wrong = self._other_experiment(asked)
+        wrong = self._me.other_experiment(asked)
         if wrong:
             self.over, self.outcast = True, wrong
-            return self._refusal(asked, wrong)
+            return self._me.refuse(asked, wrong)
         self.tell("joined; waiting for the first message")
-        return self._reply(asked, self.hospital.said.model_dump_json().encode())
+        return self._me.reply(asked, self.hospital.said.model_dump_json().encode())
 
     def _answers(self, asked: Envelope) -> Envelope:
-        wrong = self._other_experiment(asked) or self._other_client(asked)
-        if wrong:
-            return self._refusal(asked, wrong)
-        name, begun = self.hospital.settings.name, time.monotonic()
+        begun = time.monotonic()
         try:
-            answer = answer_or_reason(self.hospital.answerer, name, asked.frame)
+            found = self._me.answer(asked, self.hospital.answerer)
         except OSError as error:
-            answer = Refused(f"{error.filename or 'disk'}: {error.strerror or error}")
-        if isinstance(answer, Refused):
-            return self._refusal(asked, answer.reason)
-        took = time.monotonic() - begun
-        self.tell(f"answered: {len(asked.frame)} bytes came, {len(answer)} bytes go, {took:.1f} s")
-        return self._reply(asked, answer)
+            found = self._me.refuse(asked, f"{error.filename or 'disk'}: {error.strerror or error}")
+        if not found.refusal:
+            took = time.monotonic() - begun
+            self.tell(f"answered: {len(asked.frame)} bytes came, {len(found.frame)} bytes go, {took:.1f} s")
+        return found
 
     def _leaves(self, asked: Envelope) -> Envelope:
-        wrong = self._other_experiment(asked)
+        wrong = self._me.other_experiment(asked)
         if wrong:
-            return self._refusal(asked, wrong)
+            return self._me.refuse(asked, wrong)
         self.over, self.outcast = True, asked.refusal and f"the server refused this client: {shorten(asked.refusal)}"
-        return self._reply(asked, b"")
+        return self._me.reply(asked)
 
     def _refuses(self, asked: Envelope) -> Envelope:
-        return self._refusal(asked, "a message of a kind that this client does not answer")
+        return self._me.refuse(asked, "a message of a kind that this client does not answer")
 
-    def _other_experiment(self, asked: Envelope) -> str:
-        own = self.hospital.agreement.digest
-        if asked.experiment == own:
-            return ""
-        return f"the server's experiment is another one (digest {shorten(asked.experiment[:12])}, here {own[:12]})"
+    @cached_property
+    def _me(self) -> Correspondent:
+        from wardround.federation.flower import Correspondent
 
-    def _other_client(self, asked: Envelope) -> str:
-        name = self.hospital.settings.name
-        return "" if asked.client == name else f"this is {name!r}, the message is for {shorten(asked.client)!r}"
-
-    def _reply(self, asked: Envelope, frame: bytes) -> Envelope:
-        own = self.hospital.agreement.digest
-        return replace(asked, client=self.hospital.settings.name, experiment=own, frame=frame, refusal="")
-
-    def _refusal(self, asked: Envelope, why: str) -> Envelope:
-        return replace(self._reply(asked, b""), refusal=shorten(why, 1000))
+        return Correspondent(self.hospital.settings.name, self.hospital.agreement.digest)
 
 
 def attend(hospital: Hospital, insecure: bool, tell: Tell, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -18,6 +18,7 @@ from wardround.errors import RunError
 from wardround.federation.codecs import Codec
 from wardround.federation.messages import shorten
 from wardround.federation.transport import Outbox, Refused, Transport
+from wardround.federation.workers import Answerer, answer_or_reason
 
 RECORD = "wardround"
 ANSWER, ROLL_CALL = "query.answer", "query.roll_call"
@@ -56,6 +57,46 @@ class Envelope:
         if fields.keys() != kinds.keys() or any(not isinstance(fields[name], kinds[name]) for name in kinds):
             return cls(refusal="not a message of this package")
         return cls(**fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Correspondent:
+    """A client as a writer of envelopes.
+
+    Attributes:
+        client: its name.
+        experiment: the digest of what it means.
+    """
+
+    client: str
+    experiment: str
+
+    def reply(self, asked: Envelope, frame: bytes = b"") -> Envelope:
+        """An answer to `asked`."""
+        return Envelope(self.client, self.experiment, asked.ticket, frame)
+
+    def refuse(self, asked: Envelope, why: str) -> Envelope:
+        """No answer to `asked`, and why."""
+        return Envelope(self.client, self.experiment, asked.ticket, refusal=shorten(why, 1000))
+
+    def other_experiment(self, asked: Envelope) -> str:
+        """What is wrong where the server means another experiment; else empty."""
+        if asked.experiment == self.experiment:
+            return ""
+        there, here = shorten(asked.experiment[:12]), self.experiment[:12]
+        return f"the server's experiment is another one (digest {there}, here {here})"
+
+    def answer(self, asked: Envelope, answerer: Answerer) -> Envelope:
+        """What `answerer` says to a message that is for this client, or why nothing is said.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        wrong = self.other_experiment(asked)
+        if not wrong and asked.client != self.client:
+            wrong = f"this is {self.client!r}, the message is for {shorten(asked.client)!r}"
+        answer = Refused(wrong) if wrong else answer_or_reason(answerer, self.client, asked.frame)
+        return self.refuse(asked, answer.reason) if isinstance(answer, Refused) else self.reply(asked, answer)
 
 
 @dataclass
