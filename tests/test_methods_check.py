@@ -56,8 +56,21 @@ NOT_APPLICABLE: dict[str, frozenset[str] | set[str]] = {
 }
 
 
+ON_TEXT = {"clip-zeroshot", "fedclip", "fedmedclip", "promptfl"}
+
+
+@pytest.mark.parametrize("name", sorted(ON_TEXT))
+def test_every_method_on_an_encoder_conforms(name: str) -> None:
+    """A frozen network with a text side; without one, they say what they need."""
+    outcome = check_method(REGISTERED[name](), "encoder")
+    reasons = {text.removeprefix("not applicable: ") for text in outcome.values() if text != PASSED}
+    nothing = {"everything is frozen", "nothing is shared", "nothing that is shared is averaged"}
+    assert reasons <= {"nothing is local"} | (nothing if name == "clip-zeroshot" else set())
+    assert all("has no text side" in text for text in check_method(REGISTERED[name](), "resnet4").values())
+
+
 @pytest.mark.parametrize("network", ["resnet4", "vit-tiny"])
-@pytest.mark.parametrize("name", sorted(REGISTERED.keys() - {"isolated", "fedavg", "pafp", "pafp-alt"}))
+@pytest.mark.parametrize("name", sorted(REGISTERED.keys() - {"isolated", "fedavg", "pafp", "pafp-alt"} - ON_TEXT))
 def test_every_registered_method_conforms(name: str, network: str) -> None:
     """Batch norms in residual blocks with a local head; tokens, nothing frozen and a shared head."""
     head = "shared" if name == "ccvr" else NETWORKS[network].head

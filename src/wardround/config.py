@@ -21,6 +21,7 @@ from wardround.keys import describe_keys
 from wardround.methods.base import Method
 from wardround.methods.registry import METHODS, kind_of, method_from
 from wardround.models.options import ModelOptions
+from wardround.models.prompts import TextOptions
 from wardround.options import Options, explain
 from wardround.training.options import TrainingOptions
 from wardround.training.selftest import CHOICES
@@ -75,6 +76,7 @@ class Experiment(Options):
     data: DataOptions = Field(description="where the images come from")
     model: ModelOptions = Field(ModelOptions(), description="the network")
     training: TrainingOptions = Field(TrainingOptions(), description="local training")
+    text: TextOptions = Field(TextOptions(), description="words for classes, for encoders with a text side")
     method: dict[str, Any] = Field(
         default_factory=lambda: {"name": DEFAULT_METHOD}, description="name and its own keys"
     )

@@ -95,7 +95,7 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     data = read_federation(experiment.data, experiment.seed) if federation is None else federation
     if not any(len(client.train) for client in data.clients):
         raise InputError(f"{data.source}: no client has a training image")
-    method, model = build_model(experiment, len(data.classes))
+    method, model = build_model(experiment, data.classes)
     device = pick_device(experiment.training.device)
     model.to(device)
     training = experiment.training
@@ -105,10 +105,15 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder)
 
 
-def build_model(experiment: Experiment, classes: int) -> tuple[Method, Classifier]:
-    """The experiment's method, and its model as the method wants it, with initial weights."""
+def build_model(experiment: Experiment, classes: int | Sequence[str]) -> tuple[Method, Classifier]:
+    """The experiment's method, and its model as the method wants it, with initial weights.
+
+    `classes` are their names, which an encoder's text side needs, or how many there are.
+    """
     method, data = experiment.bound_method(), experiment.data
-    model = build_classifier(experiment.model, classes, data.channels, data.image_size, experiment.seed)
+    model = build_classifier(
+        experiment.model, classes, data.channels, data.image_size, experiment.seed, experiment.text
+    )
     with seeds.torch_scope(experiment.seed, "edit"):
         method.edit(model, data.image_size)
     return method, model

@@ -107,7 +107,7 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
             f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
             "are kept at its end: finish it with --resume, or take --model server"
         )
-    method, model = build_model(experiment, len(roster["classes"]))
+    method, model = build_model(experiment, roster["classes"])
     stored = checkpoint.client(client)
     model.load_state_dict(under(STATE, stored), strict=False)
     if method.rules(model).names(Owner.SHARED):
@@ -217,7 +217,7 @@ def load_exported(file: Path) -> TrainedModel:
         raise InputError(f"{file}: not a model that `wardround export` wrote ({error})") from error
     experiment = experiment_from(about["experiment"], str(file))
     bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
-    method, model = build_model(bare, len(about["classes"]))
+    method, model = build_model(bare, about["classes"])
     memory = under(MEMORY, state)
     model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})
     set_label_counts(model, torch.tensor(about["counts"]))

@@ -80,7 +80,7 @@ class Method(Options):
 
     def rules(self, model: Classifier) -> Rules:
         """Who owns each entry: frozen blocks nobody, corrector and a local head the client, the rest all."""
-        rules = Rules.of(model).frozen(model.frozen).local(model.corrector)
+        rules = Rules.of(model).frozen(model.frozen, model.prompts).local(model.corrector)
         return rules.local(model.head) if model.local_head else rules
 
     def discreet(self) -> Self:

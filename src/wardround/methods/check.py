@@ -53,12 +53,13 @@ NETWORKS: dict[str, Network] = {
     "gn-cnn": Network("wardround:cnn-gn", 20, 2),
     "resnet4": Network("wardround:resnet4-lib", 16, 1, logit_corrector="prior"),
     "vit-tiny": Network("wardround:vit-tiny", 16, "all", head="shared"),
+    "encoder": Network("wardround:resnet4-lib", 16, 0, dropout=0.0, text=True),
     "resnet18": Network("torchvision:resnet18", 32, 1),
     "densenet121": Network("torchvision:densenet121", 32, 1),
     "efficientnet-b0": Network("torchvision:efficientnet_b0", 64, 2),
 }
-"""Networks by name, the fast ones first: batch norm, group norm, a logit corrector, tokens and nothing frozen; the last
-three nest their layers deeply."""
+"""Networks by name, the fast ones first: batch norm, group norm, a logit corrector, tokens and nothing frozen, all
+frozen with a text side; the last three nest their layers deeply."""
 
 Check = Callable[[Bench], str | None]
 CHECKS: dict[str, Check] = {

@@ -24,4 +24,4 @@ class Isolated(Method):
 
     def rules(self, model: Classifier) -> Rules:
         """Everything that trains belongs to its client."""
-        return Rules.of(model).local(model).frozen(model.frozen)
+        return Rules.of(model).local(model).frozen(model.frozen, model.prompts)

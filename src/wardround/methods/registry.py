@@ -15,9 +15,11 @@ from wardround.methods.dbe import DBE
 from wardround.methods.ditto import Ditto
 from wardround.methods.fdse import FDSE
 from wardround.methods.fedbn import FedBN
+from wardround.methods.fedclip import CLIPZeroShot, FedCLIP
 from wardround.methods.fedco2 import FedCO2
 from wardround.methods.fedhealth import FedHealth
 from wardround.methods.fedlc import FedLC
+from wardround.methods.fedmedclip import FedMedCLIP
 from wardround.methods.fedper import FedPer
 from wardround.methods.fedproto import FedProto
 from wardround.methods.fedprox import FedProx
@@ -29,6 +31,7 @@ from wardround.methods.moon import MOON
 from wardround.methods.pafp import PAFP
 from wardround.methods.pafp_alt import PAFPAlt
 from wardround.methods.perfedavg import PerFedAvg
+from wardround.methods.promptfl import PromptFL
 from wardround.methods.scaffold import SCAFFOLD
 from wardround.options import explain
 
@@ -39,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
         *(FedProx, SCAFFOLD, MOON, FedLC, CCVR),
         *(FedBN, FedPer, FedRep, FedProto, Ditto, PerFedAvg, FedRoD, DBE, FedCO2, FDSE),
         *(PAFP, PAFPAlt),
+        *(FedMedCLIP, CLIPZeroShot, FedCLIP, PromptFL),
     )
 }
 

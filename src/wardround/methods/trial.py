@@ -31,7 +31,9 @@ from wardround.federation.server import Server
 from wardround.federation.store import ClientStore
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier, Depth, build_classifier
+from wardround.models.encoders.text import TextTower
 from wardround.models.options import CorrectorKind, ModelOptions
+from wardround.models.prompts import TextOptions, prompts_for
 from wardround.training.cache import PrefixCache
 from wardround.training.client import Client
 from wardround.training.options import TrainingOptions
@@ -58,6 +60,38 @@ TRAINING: dict[str, Any] = {
 }
 
 
+class MadeUpText(TextTower):
+    """A text side without a language: a word is a vector drawn by its letters, a sentence the mean of its words.
+
+    Args:
+        dim: D of the image features that it stands beside.
+    """
+
+    context_width = 8
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self._project = torch.randn(self.context_width, dim, generator=torch.Generator().manual_seed(0))
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """`(n, D)`."""
+        return torch.stack([embedded.mean(0) for embedded in map(self._words, texts)]) @ self._project
+
+    def encode_context(self, context: Tensor, names: Sequence[str]) -> Tensor:
+        """`(n, D)`, differentiable in the context `(L, W)` or `(n, L, W)`."""
+        rows = context.expand(len(names), *context.shape[-2:])
+        sentences = [torch.cat([row, self._words(name)]).mean(0) for row, name in zip(rows, names, strict=True)]
+        return torch.stack(sentences) @ self._project
+
+    def token_embeddings(self, texts: Sequence[str]) -> Tensor:
+        """`(n, T, W)` of texts with the same number of words."""
+        return torch.stack([self._words(text) for text in texts])
+
+    def _words(self, text: str) -> Tensor:
+        streams = [torch.Generator().manual_seed(sum(map(ord, word))) for word in text.split()]
+        return torch.stack([torch.randn(self.context_width, generator=stream) for stream in streams])
+
+
 @dataclass(frozen=True)
 class Network:
     """A network to try methods on, with random weights.
@@ -69,6 +103,7 @@ class Network:
         head: `local` or `shared`.
         logit_corrector: none, or a kind.
         dropout: before the head.
+        text: with a made-up text side, as an encoder.
     """
 
     backbone: str
@@ -77,6 +112,7 @@ class Network:
     head: Literal["local", "shared"] = "local"
     logit_corrector: Literal["none"] | CorrectorKind = "none"
     dropout: float = 0.2
+    text: bool = False
 
     def model(self, method: Method, seed: int = 0) -> Classifier:
         """The network for `CLASSES` classes as `method` edits it.
@@ -93,6 +129,9 @@ class Network:
             logit_corrector=self.logit_corrector,
         )
         model = build_classifier(options, CLASSES, 3, self.image_size, seed)
+        if self.text:
+            tower = MadeUpText(model.head.in_features)
+            model.prompts = prompts_for(tower, tuple("wxyz"), TextOptions(), 100.0, seed)
         with seeds.torch_scope(seed, "edit"):
             method.edit(model, self.image_size)
         return model

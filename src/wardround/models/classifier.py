@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Self
 
@@ -13,6 +13,7 @@ from wardround.errors import InputError
 from wardround.models.backbones import Backbone, load_backbone
 from wardround.models.logit_corrector import LogitCorrector
 from wardround.models.options import ModelOptions
+from wardround.models.prompts import TextOptions, prompts_for
 from wardround.seeds import torch_scope
 
 Depth = int | Literal["all"]
@@ -51,6 +52,7 @@ class Classifier(nn.Module):
         neck: on the pooled features; the identity, until a method puts something there.
         head: `(B, features)` to `(B, classes)`.
         corrector: on the logits; the identity or a LogitCorrector.
+        prompts: the classes in the encoder's text side, frozen; the identity where there is none.
         extras: what a method keeps beside the network, by name; empty, until a method puts something there.
         local_head: whether the head is meant to stay at its client; methods' rules ask.
         name: the backbone's.
@@ -80,6 +82,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(backbone.features, classes)
         self.local_head = local_head
         self.corrector: nn.Module = nn.Identity() if corrector is None else corrector
+        self.prompts: nn.Module = nn.Identity()
         self.extras = nn.ModuleDict()
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -138,26 +141,38 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def build_classifier(options: ModelOptions, classes: int, channels: int, image_size: int, seed: int) -> Classifier:
+def build_classifier(
+    options: ModelOptions,
+    classes: int | Sequence[str],
+    channels: int,
+    image_size: int,
+    seed: int,
+    text: TextOptions | None = None,
+) -> Classifier:
     """The model that an experiment file asks for; the same seed gives the same weights everywhere.
 
-    `channels` and `image_size` (pixels) are those of the images. Raises InputError as `load_backbone` does,
+    `classes` are their names, which an encoder's text side needs, or how many there are. `channels` and `image_size`
+    (pixels) are those of the images, `text` the words for classes. Raises InputError as `load_backbone` does,
     and for a number of blocks that the backbone does not have.
     """
     backbone = load_backbone(
         options.backbone, pretrained=options.pretrained, channels=channels, image_size=image_size, seed=seed
     )
     kind = options.logit_corrector
-    corrector = None if kind == "none" else LogitCorrector(kind, classes, options.corrector_tau)
+    number = classes if isinstance(classes, int) else len(classes)
+    corrector = None if kind == "none" else LogitCorrector(kind, number, options.corrector_tau)
     with torch_scope(seed, "head"):
-        return Classifier(
+        model = Classifier(
             backbone,
-            classes,
+            number,
             options.finetune_blocks,
             dropout=options.dropout,
             corrector=corrector,
             local_head=options.head == "local",
         )
+    if backbone.text is not None and not isinstance(classes, int):
+        model.prompts = prompts_for(backbone.text, classes, text or TextOptions(), backbone.logit_scale, seed)
+    return model
 
 
 def _first_tuned(backbone: Backbone, finetune_blocks: Depth) -> int:

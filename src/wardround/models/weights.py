@@ -161,7 +161,7 @@ def hub_file(name: str, repository: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repository, "model.safetensors", local_files_only=True))
     except FileNotFoundError:
         pass  # not in the cache
-    with _downloading(name, huggingface_hub.constants.ENDPOINT):
+    with downloading(name, huggingface_hub.constants.ENDPOINT):
         return Path(huggingface_hub.hf_hub_download(repository, "model.safetensors"))
 
 
@@ -173,13 +173,13 @@ def url_state(name: str, url: str) -> State:
     cached = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
     if cached.is_file():
         return read_state(cached)
-    with _downloading(name, url):
+    with downloading(name, url):
         torch.hub.load_state_dict_from_url(url, map_location="cpu", check_hash=True, weights_only=True)
     return read_state(cached)
 
 
 @contextmanager
-def _downloading(name: str, url: str) -> Iterator[None]:
+def downloading(name: str, url: str) -> Iterator[None]:
     """Turn every failure of a download into an InputError that says what to do, and let none of them hang.
 
     Hub clients retry for minutes where there is no network, hence one quick look before they are called.

@@ -120,7 +120,8 @@ class Client:
         common: dict[str, Any] = {"lr": self.rate(), "weight_decay": options.weight_decay, "fused": fused}
         if options.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=options.momentum, **common)
-        return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(groups, **common)
+        kind = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
+        return kind(groups, betas=options.adam_betas, eps=options.adam_eps, **common)
 
     def owned(self, *owners: Owner) -> list[nn.Parameter]:
         """The model's parameters that belong to any of `owners`, in its order."""

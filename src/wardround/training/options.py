@@ -19,6 +19,8 @@ class TrainingOptions(Options):
     batch_size: int = Field(32, ge=1, description="images in a batch")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew every round")
     lr: float = Field(0.01, gt=0, description="learning rate")
+    adam_betas: tuple[float, float] = Field((0.9, 0.999), description="of adam and adamw")
+    adam_eps: float = Field(1e-8, gt=0, description="of adam and adamw")
     lr_decay: float = Field(1.0, gt=0, le=1, description="the learning rate is multiplied by this every round")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(1e-4, ge=0, description="L2 penalty, as the optimiser understands it")

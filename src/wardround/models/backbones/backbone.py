@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wardround.errors import InputError
 from wardround.models.catalogue import CITATIONS
+
+if TYPE_CHECKING:
+    from wardround.models.encoders.text import TextTower
 
 Triple = tuple[float, ...]
 
@@ -54,6 +58,8 @@ class Backbone(nn.Module):
         dropout: the rate that the architecture puts before its classifier.
         pretrained: what was asked for: True, False or a path.
         weights: in words, where the weights came from.
+        text: the text side of an encoder, which is no module: frozen, and not part of the state; None for others.
+        logit_scale: what an encoder multiplies cosines of image and text by.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Backbone(nn.Module):
         mean: Triple = (0.5, 0.5, 0.5),
         std: Triple = (0.5, 0.5, 0.5),
         dropout: float = 0.0,
+        text: TextTower | None = None,
     ) -> None:
         super().__init__()
         self.name, self.family, self.features, self.dropout = name, family, features, dropout
@@ -76,6 +83,8 @@ class Backbone(nn.Module):
         self.normalise = Normalise(self.mean, self.std)
         self.pretrained: bool | str = False
         self.weights = "random"
+        self.text = text
+        self.logit_scale = 100.0
 
     @property
     def citation(self) -> str:

@@ -10,10 +10,15 @@ from wardround.models.backbones.own_source import OwnSource
 from wardround.models.backbones.sources import Source
 from wardround.models.backbones.timm_source import TimmSource
 from wardround.models.backbones.torchvision_source import TorchvisionSource
+from wardround.models.encoders.bridge_source import BridgeSource
+from wardround.models.encoders.open_clip_source import OpenClipSource
 from wardround.models.weights import as_blocks, fit_state, quiet_hubs, read_state
 from wardround.seeds import torch_scope
 
-SOURCES: dict[str, Source] = {source.prefix: source for source in (TimmSource(), TorchvisionSource(), OwnSource())}
+SOURCES: dict[str, Source] = {
+    source.prefix: source
+    for source in (TimmSource(), TorchvisionSource(), OwnSource(), OpenClipSource(), BridgeSource())
+}
 """Prefix of a backbone's name -> where it comes from."""
 
 
@@ -25,8 +30,8 @@ def load_backbone(
     `pretrained`: True for published weights, False for random ones drawn from `seed`, or the path of a file.
     `channels` matters to the small networks of Wardround; the others always take 3, and grey images are
     repeated. `image_size` (pixels) matters to networks that are built for one size: transformers and the
-    small CNN. Raises InputError for an unknown name, an architecture that cannot be cut, and weights that
-    cannot be had or do not fit.
+    small CNN. Encoders come frozen, with a text side. Raises InputError for an unknown name, an architecture
+    that cannot be cut, and weights that cannot be had or do not fit.
     """
     quiet_hubs()
     source, architecture = _resolve(name)
@@ -35,6 +40,8 @@ def load_backbone(
     backbone = source.cut(network, architecture)
     if pretrained is not False:
         _give_weights(backbone, network, source, architecture, pretrained, image_size)
+    if backbone.text is not None:
+        backbone.logit_scale = backbone.text.logit_scale  # one of the weights
     return backbone
 
 
@@ -63,7 +70,8 @@ def _give_weights(
         state, origin = read_state(pretrained), f"file {pretrained}"
     else:
         state, origin = source.download(network, architecture, image_size=image_size)
-    own = as_blocks(state)
+    # A classifier that was exported has no text side: what has one needs the library's whole file.
+    own = as_blocks(state) if backbone.text is None else None
     if own is not None:
         fit_state(backbone, own, origin)
     else:
