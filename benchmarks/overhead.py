@@ -107,7 +107,7 @@ def naive(folder: Path, rounds: int) -> Path:
         wait_for_port(port)
         for number, name in enumerate(CLIENTS):
             config = f'partition-id={number} client="{name}"'
-            own = ["--port", str(free_port()), "--node-config", config, alone]
+            own = ["--port", str(free_port()), "--node-config", config]
             node = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", *own]
             stack.enter_context(running(node, folder, name))
         subprocess.run(["flwr", "run", str(folder / "app"), "here"], check=True, stdout=subprocess.DEVNULL)

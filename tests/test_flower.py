@@ -215,6 +215,24 @@ def test_the_roll_is_complete_and_unambiguous() -> None:
             FlowerTransport(FLOAT32, grid, ["a", "b"], "digest").call_roll(1)  # type: ignore[arg-type]
 
 
+def test_a_node_may_take_long_to_say_who_it_is() -> None:
+    """Longer than one look for names lasts; the question is not asked twice."""
+
+    class SlowGrid(FakeGrid):
+        looks = 0
+
+        def pull_messages(self, names: Iterable[str]) -> list[Message]:
+            self.looks += 1
+            return super().pull_messages(names) if self.looks > 5 else []
+
+    grid = SlowGrid({1: ("a", add_one)})
+    transport = FlowerTransport(FLOAT32, grid, ["a"], "digest")  # type: ignore[arg-type]
+    for _ in range(4):
+        transport._ask_names(0.1)
+    assert transport.nodes == {"a": 1}
+    assert len(grid.sent) == 1
+
+
 # ---- the client's side
 
 

@@ -139,6 +139,7 @@ class FlowerTransport(Transport):
         super().__init__(codec)
         self.grid, self.clients, self.experiment = grid, tuple(clients), experiment
         self.nodes: dict[str, int] = {}
+        self._asked: dict[str, tuple[int, str]] = {}  # questions for names: by Flower's name, the node and the ticket
 
     def call_roll(self, seconds: float | None = None) -> None:
         """Ask every node which client it is, until all are known.
@@ -228,19 +229,21 @@ class FlowerTransport(Transport):
         return [client for client in self.clients if client not in self.nodes]
 
     def _ask_names(self, seconds: float) -> None:
-        """Ask the nodes that are not known, and note what they answer within `seconds`."""
-        ticket, end = secrets.token_hex(16), time.monotonic() + seconds
-        connected = set(self.grid.get_node_ids())
+        """Ask the nodes that are not known, and note what they answer within `seconds`, or answer a later time.
+
+        A node may take long: Flower's own starts a process for every message.
+        """
+        end, connected = time.monotonic() + seconds, set(self.grid.get_node_ids())
         self.nodes = {client: node for client, node in self.nodes.items() if node in connected}
-        strangers = connected - set(self.nodes.values())
-        envelope = Envelope(experiment=self.experiment, ticket=ticket)
-        waiting = set(self._push(envelope, sorted(strangers), ROLL_CALL)) if strangers else set[str]()
-        while time.monotonic() < end:
-            for reply in self.grid.pull_messages(list(waiting)) if waiting else ():
-                waiting.discard(reply.metadata.reply_to_message_id)
-                self._note(reply, ticket)
-            if not self._absent() or not waiting:
-                break
+        self._asked = {name: one for name, one in self._asked.items() if one[0] in connected}
+        strangers = connected - set(self.nodes.values()) - {node for node, _ in self._asked.values()}
+        for node in sorted(strangers):
+            ticket = secrets.token_hex(16)
+            envelope = Envelope(experiment=self.experiment, ticket=ticket)
+            self._asked |= dict.fromkeys(self._push(envelope, [node], ROLL_CALL), (node, ticket))
+        while time.monotonic() < end and self._absent() and self._asked:
+            for reply in self.grid.pull_messages(list(self._asked)):
+                self._note(reply, self._asked.pop(reply.metadata.reply_to_message_id)[1])
             time.sleep(0.05)
         if not connected:
             time.sleep(0.2)
