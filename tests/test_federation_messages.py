@@ -117,7 +117,15 @@ def told(**scalars: Any) -> Any:
 
 
 def test_a_report_gets_its_defaults() -> None:
-    expected = {"examples": 7, "loss": None, "seconds": 0.0, "log": {}, "personal": None, "received": None}
+    expected = {
+        "examples": 7,
+        "loss": None,
+        "seconds": 0.0,
+        "log": {},
+        "counts": {},
+        "personal": None,
+        "received": None,
+    }
     assert told(examples=7) == expected
 
 
@@ -127,6 +135,7 @@ def test_a_full_report_is_unchanged() -> None:
         "loss": 0.5,
         "seconds": 3.0,
         "log": {"ratio": None, "x": -1.0},
+        "counts": {"prototype/0": 5},
         "personal": evaluation(0.75),
         "received": evaluation(None),
     }

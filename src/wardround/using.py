@@ -202,7 +202,7 @@ def _without_places(experiment: Experiment) -> dict[str, Any]:
 
 
 def load_exported(file: Path) -> TrainedModel:
-    """The model that `export` wrote, without the run's folder and without any pretrained weights.
+    """The model that `export` wrote, without the run's folder, and of pretrained weights at most a text side's.
 
     Raises:
         InputError: not a file that `export` wrote.
@@ -216,7 +216,9 @@ def load_exported(file: Path) -> TrainedModel:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{file}: not a model that `wardround export` wrote ({error})") from error
     experiment = experiment_from(about["experiment"], str(file))
-    bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
+    bare = experiment
+    if not experiment.bound_method().predicts_with_text:
+        bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
     method, model = build_model(bare, about["classes"])
     memory = under(MEMORY, state)
     model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})

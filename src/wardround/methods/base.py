@@ -70,6 +70,7 @@ class Method(Options):
     individual: ClassVar[bool] = False
     optional_statistics: ClassVar[bool] = False
     predicts_from_memory: ClassVar[bool] = False
+    predicts_with_text: ClassVar[bool] = False
 
     weights: Weights = "examples"
 
@@ -186,7 +187,8 @@ class Method(Options):
     def predict(self, client: Client, inputs: Tensor) -> Tensor:
         """Logits `(B, C)` of the client's personal model, which is in eval mode.
 
-        Whoever reads `client.memory` here sets `predicts_from_memory`, so that exported models have it too.
+        Whoever reads `client.memory` here sets `predicts_from_memory`, so that exported models have it too; whoever
+        runs the encoder's text side sets `predicts_with_text`, as its weights are not exported.
         """
         logits: Tensor = client.model(inputs)
         return logits

@@ -65,6 +65,8 @@ class PromptFL(Method):
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = "the text side runs forwards and backwards in every step, once a class"
 
+    predicts_with_text: ClassVar[bool] = True
+
     weights: Weights = "uniform"
     length: int = Field(16, ge=1, description="tokens of the context (L)")
     context: Literal["shared", "class"] = Field("shared", description="one context for all classes, or one each")
