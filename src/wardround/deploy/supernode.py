@@ -48,7 +48,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-POLL_SECONDS = (0.05, 0.5)  # between two looks for a message: right after one, and at most
+POLL_SECONDS = (0.05, 0.25)  # between two looks for a message: right after one, and at most
 
 
 @dataclass

@@ -49,6 +49,8 @@ class HospitalTransport(FlowerTransport):
         tell: takes a sentence about who comes, goes and is waited for.
     """
 
+    pauses = (0.01, 0.1)  # the replies are in this process
+
     def __init__(
         self,
         codec: Codec,

@@ -23,7 +23,6 @@ from wardround.federation.workers import Answerer, answer_or_reason
 RECORD = "wardround"
 ANSWER, ROLL_CALL = "query.answer", "query.roll_call"
 ATTEMPTS = 3  # how often a message is sent at most, where it is lost with its node
-PAUSES = (0.01, 1.0)  # seconds between two looks for replies: at first, and at most
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,12 @@ class FlowerTransport(Transport):
         grid: Flower's.
         clients: the names of all clients.
         experiment: the digest that clients must have as well.
+
+    Attributes:
+        pauses: seconds between two looks for replies: at first, and at most.
     """
+
+    pauses = (0.01, 1.0)
 
     def __init__(self, codec: Codec, grid: Grid, clients: Sequence[str], experiment: str) -> None:
         super().__init__(codec)
@@ -164,11 +168,11 @@ class FlowerTransport(Transport):
         for client in outbox.clients:
             self._send(exchange, client, outbox)
         for client in outbox.clients:
-            pause = PAUSES[0]
+            pause = self.pauses[0]
             while client not in exchange.answers:
                 if not self._collect(exchange, outbox):
                     time.sleep(pause)
-                    pause = min(2 * pause, PAUSES[1])
+                    pause = min(2 * pause, self.pauses[1])
                 if exchange.over:
                     for late in (*exchange.sent.values(), *exchange.absent):
                         exchange.answers.setdefault(late, Refused("late: no answer before the deadline"))
