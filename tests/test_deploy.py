@@ -23,6 +23,7 @@ from wardround.deploy.hospital import run_of  # noqa: E402
 from wardround.deploy.serving import serve  # noqa: E402
 from wardround.deploy.status import read_status  # noqa: E402
 from wardround.federation.flower import Envelope, FlowerTransport  # noqa: E402
+from wardround.using import load_trained  # noqa: E402
 
 ALTERNATING = {"method__name": "pafp-alt", "method__groups": 1, "method__reduce": "channel"}
 
@@ -95,6 +96,7 @@ def test_the_bits_of_the_local_transport_and_nothing_local_on_the_wire(
         own = checkpoint_bytes(run_of(folder, read_agreement(folder)), 3)
         file = f"checkpoints/round-0003/client-{name}.safetensors"
         assert own[file] == final[file], "the hospital has the model that the local run gave it"
+        assert len(load_trained(run_of(folder, read_agreement(folder)), None).counts) == 3, "and can predict with it"
         assert (folder / "client.log").exists()
     kept = [data for folder in clients for data in local_tensors(folder)]
     assert kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,14 @@ from wardround.experiment import STATE, make_answerer, set_up
 from wardround.federation.checkpoints import Checkpoints
 from wardround.federation.journal import Journal
 from wardround.federation.messages import Message
+from wardround.federation.reports import checked
 from wardround.federation.rounds import EVALUATE
 from wardround.federation.server import Server
+from wardround.recording import Recorder
 from wardround.training.client import Client
 
 TRAINED_ELSEWHERE, UNREADABLE = {"label-not-trained"}, {"missing-file", "unreadable-image"}
+ALL_ROUNDS = 10**9
 FIXED = ("image_size", "channels", "resize", "colour_constancy", "augment", "max_train_per_client")
 
 
@@ -35,13 +39,19 @@ class HospitalAnswerer(Answerer):
     """Answers for one client, which keeps its finished model beside its state."""
 
     def reply(self, name: str, message: Message) -> Message:
-        """As ever. The server's last model and the client's own parts become a checkpoint to predict with."""
+        """As ever, and written down here. The server's last model and the client's own parts become a checkpoint."""
         reply = super().reply(name, message)
-        if message.scalars["phase"] == EVALUATE and self.folder is not None:
-            round = int(message.scalars["round"])
+        round, phase = int(message.scalars["round"]), message.scalars["phase"]
+        self._recorder.answered(round, phase, name, checked(Message({}, reply.scalars)))
+        if phase == EVALUATE and self.folder is not None:
             server = Server(message.under(STATE_SPACE), round=round)
             Checkpoints(self.folder / "checkpoints", None).commit(server, [name])
         return reply
+
+    @cached_property
+    def _recorder(self) -> Recorder:
+        """Goes on with the hospital's own `metrics.jsonl`."""
+        return Recorder(self.folder or Path(), resumed=ALL_ROUNDS)
 
     def _checkpoint(self, client: Client, round: int, final: bool) -> None:
         """Between rounds the journal is enough."""
