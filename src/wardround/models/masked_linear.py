@@ -23,11 +23,13 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The step."""
         ctx.save_for_backward(x)
         return (x >= 0).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The slope, times what comes from above."""
         (x,) = ctx.saved_tensors
         far = x.abs()
         slope = torch.where(far <= 0.4, 2 - 4 * far, torch.where(far <= 1, 0.4, 0.0))
@@ -39,12 +41,14 @@ class _ReferenceStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The step."""
         ctx.save_for_backward(x)
         kept: Tensor = (x > REFERENCE_MARGIN).to(x.dtype)
         return kept
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The slope, times what comes from above."""
         (x,) = ctx.saved_tensors
         passed: Tensor = gradients[0] * (x.abs() > 1)
         return passed
