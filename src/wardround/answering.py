@@ -179,7 +179,7 @@ class Answerer:
     def _check(self, message: Message) -> None:
         check(message, self.request_schema)
         check_instructions(message)
-        self._check_phase(**{key: message.scalars[key] for key in ("round", "phase")})
+        self._check_phase(message.scalars["round"], message.scalars["phase"])
 
     def _check_phase(self, round: int, phase: str) -> None:
         known = {EVALUATE, *self.method.phases(round), *self.method.closing_phases()}
@@ -211,8 +211,8 @@ class Answerer:
         shared = self.side.rules.pick(self._entries, Owner.SHARED) if sends else {}
         self.side.rules.refuse_private(shared)
         if len(client):
-            released = self.method.release(client, self.method.statistics(client), self.min_count)
-            statistics = {name: plain_copy(tensor) for name, tensor in released.items()}
+            given = self.method.release(client, self.method.statistics(client), self.min_count)
+            statistics = {name: plain_copy(tensor) for name, tensor in given.items()}
         else:
             shapes = {} if self.method.optional_statistics else self.side.statistic_shapes(client.phase)
             statistics = {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}

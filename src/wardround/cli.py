@@ -398,18 +398,19 @@ def deploy_server_command(folder: ServerFolder = Path(), insecure: Insecure = Fa
 
     need_flower()
     from wardround.deploy.serving import serve
+    from wardround.deploy.settings import RUN
     from wardround.deploy.telling import telling
     from wardround.report.page import write_report
 
     _stop_at_sigterm()
     results = serve(folder, insecure, telling(folder / "server.log"))
-    page = write_report(folder / "run")
+    page = write_report(folder / RUN)
     if as_json:
         print(json.dumps(results))
         return
     _show_results([results])
     _say_traffic(results)
-    _say_notes(folder / "run", results["warnings"])
+    _say_notes(folder / RUN, results["warnings"])
     _say(f"report: {page}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from wardround.deploy.hospital import Hospital
 from wardround.federation.messages import Schema
 from wardround.federation.reports import Report
+from wardround.federation.rules import Owner
 
 
 def departures(hospital: Hospital) -> dict[str, Any]:
@@ -26,15 +27,9 @@ def departures(hospital: Hospital) -> dict[str, Any]:
         "joining": hospital.said.model_dump(),
         "tensors": [line for phase in phases for line in _tensors(hospital, phase, side.reply_schema(phase))],
         "scalars": {name: _meaning(name) for name in Report.model_fields},
-        "stays": sorted(side.rules.names(*_private())),
+        "stays": sorted(side.rules.names(Owner.LOCAL, Owner.FROZEN)),
         "notes": list(hospital.notes),
     }
-
-
-def _private() -> tuple[Any, ...]:
-    from wardround.federation.rules import Owner
-
-    return (Owner.LOCAL, Owner.FROZEN)
 
 
 def _tensors(hospital: Hospital, phase: str, schema: Schema) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import tomli_w
 
 from wardround.config import Experiment
 from wardround.data.read import list_records, read_federation
-from wardround.deploy.agreement import Agreement, Parties
+from wardround.deploy.agreement import Agreement, Parties, read_options
 from wardround.deploy.authority import (
     Certified,
     check_dates,
@@ -144,8 +144,6 @@ def renew(server: Path, authority: Path) -> None:
     Raises:
         InputError: a file is missing, or the authority's own certificate has expired.
     """
-    from wardround.deploy.agreement import read_options
-
     settings = read_options(server / SERVER, ServerSettings)
     known = Certified(check_dates(authority / CA), read_private(authority / CA_KEY))
     _certify(server, settings, known)

@@ -14,6 +14,7 @@ from wardround.answering import Answerer
 from wardround.config import Experiment
 from wardround.data import ClientData, Federation, Samples
 from wardround.data.checking import check_data
+from wardround.data.federation import SPLITS
 from wardround.data.options import PartitionOptions
 from wardround.data.read import list_records, read_federation
 from wardround.deploy.agreement import IMAGES, Agreement, read_agreement, read_options
@@ -186,7 +187,7 @@ def own_federation(experiment: Experiment, agreement: Agreement, settings: Clien
     parties = agreement.parties
     words = _words(read.classes, _used(own, "labels"), settings.labels, parties.classes, file, "labels")
     kinds = _words(read.modalities, _used(own, "modality"), settings.modalities, parties.modalities, file, "modalities")
-    splits = {split: _reworded(own.split(split), words, kinds) for split in ("train", "val", "test")}
+    splits = {split: _reworded(own.split(split), words, kinds) for split in SPLITS}
     return Federation(
         (ClientData(settings.name, splits["train"], splits["val"], splits["test"]),), parties.classes, read.source,
         parties.modalities, read.notes,
@@ -205,7 +206,7 @@ def _own(read: Federation, name: str, file: Path) -> ClientData:
 
 
 def _used(own: ClientData, what: str) -> set[int]:
-    return {int(value) for split in ("train", "val", "test") for value in getattr(own.split(split), what)}
+    return {int(value) for split in SPLITS for value in getattr(own.split(split), what)}
 
 
 def _words(

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from wardround import __version__
 from wardround.data import ClientData, Federation
 from wardround.data.federation import SPLITS, WITHHELD, Samples, samples
 from wardround.deploy.agreement import Agreement
-from wardround.federation.reports import Count
+from wardround.federation.reports import Count, Strict
 from wardround.federation.rules import Owner
 from wardround.methods.base import ServerSide
 from wardround.models.classifier import Classifier
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SplitCounts(_Strict):
+class SplitCounts(Strict):
     """How many images a split has; of which class only where no class has some but too few."""
 
     n: Count
     by_class: list[Count] | None
 
 
-class Joining(_Strict):
+class Joining(Strict):
     """A client's word when it joins.
 
     Attributes:
@@ -97,11 +93,11 @@ def objection(said: Joining, agreement: Agreement, frozen: str) -> str | None:
     return None
 
 
-def federation_elsewhere(agreement: Agreement, said: Mapping[str, Joining], least: Iterable[str] = ()) -> Federation:
+def federation_elsewhere(agreement: Agreement, said: Mapping[str, Joining]) -> Federation:
     """The federation as the server knows it: numbers of images, and no image."""
     parties = agreement.parties
     clients = []
-    notes = list(least)
+    notes: list[str] = []
     for name in parties.clients:
         splits = {split: _samples_elsewhere(said[name].splits[split]) for split in SPLITS}
         clients.append(ClientData(name, splits["train"], splits["val"], splits["test"]))

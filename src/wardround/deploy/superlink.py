@@ -46,6 +46,7 @@ class LinkState(InMemoryLinkState):
         self.clients = {
             self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0.0, name=name): name for name, key in keys.items()
         }
+        self.numbers = {name: node for node, name in self.clients.items()}
         self.starts = dict.fromkeys(self.clients, 0)  # how often each node has begun
 
     def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
@@ -129,7 +130,7 @@ class LinkGrid(HttpGrid):
 
     def starts(self, client: str) -> int:
         """How often `client` has connected as a new process."""
-        return next(self.state.starts[node] for node, name in self.state.clients.items() if name == client)
+        return self.state.starts[self.state.numbers[client]]
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop messages whose answers nobody waits for any more."""

@@ -20,11 +20,13 @@ Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float | None, Field(ge=0, le=1)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """What the other side may say: these fields, in these types, and nothing else."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Scores(_Strict):
+class Scores(Strict):
     """Metrics on one split; the shares are None where they are undefined."""
 
     n: Count
@@ -44,7 +46,7 @@ class Scores(_Strict):
         return self
 
 
-class Evaluation(_Strict):
+class Evaluation(Strict):
     """One model on a client's own images."""
 
     val: Scores
@@ -52,7 +54,7 @@ class Evaluation(_Strict):
     seconds: Seconds
 
 
-class Report(_Strict):
+class Report(Strict):
     """The scalars of a reply.
 
     Attributes:
@@ -74,7 +76,7 @@ class Report(_Strict):
     received: Evaluation | None = None
 
 
-class Instructions(_Strict):
+class Instructions(Strict):
     """The scalars of a server's message: all that it may ask of a client.
 
     Attributes:
