@@ -30,8 +30,10 @@ need_flower()
 from flwr.app import Message  # noqa: E402
 from flwr.common.constant import TIMESTAMP_HEADER  # noqa: E402
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER  # noqa: E402
+from flwr.supercore.inflatable.inflatable_utils import push_objects  # noqa: E402
 
 from wardround.deploy import authority as keys  # noqa: E402
+from wardround.deploy import supernode  # noqa: E402
 from wardround.deploy.attending import Attendant, Patience, Unreachable, _Trouble, attend  # noqa: E402
 from wardround.deploy.doorkeeper import Doorkeeper  # noqa: E402
 from wardround.deploy.hospital import open_hospital  # noqa: E402
@@ -262,6 +264,49 @@ def test_a_client_that_starts_anew_is_asked_again(bench: Bench) -> None:
     threading.Thread(target=again, daemon=True).start()
     assert all(isinstance(answer, Ours) for answer in exchanged(bench).values())
     assert "b is back" in bench.said
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of clients whose next answer breaks off after it has been announced; each breaks once."""
+    names: list[str] = []
+
+    def push(parts: Any, *rest: Any, **more: Any) -> None:
+        name = threading.current_thread().name
+        if name in names and len(parts) > 1:
+            names.remove(name)
+            raise httpx.ReadError("the process has died")
+        push_objects(parts, *rest, **more)
+
+    monkeypatch.setattr(supernode, "push_objects", push)
+    return names
+
+
+def test_an_answer_that_breaks_off_holds_nobody_up(bench: Bench, breaking: list[str]) -> None:
+    """Its client dies between two parts of it, and another process of it is asked again."""
+    bench.client("a", add_one)
+    first = bench.client("b", add_one)
+    bench.transport.call_roll()
+    breaking.append(first.name)
+
+    def again() -> None:
+        first.join()
+        bench.client("b", add_one)
+
+    threading.Thread(target=again, daemon=True).start()
+    assert all(isinstance(answer, Ours) for answer in exchanged(bench).values())
+    assert "b is back" in bench.said
+
+
+def test_an_answer_that_breaks_off_is_late(bench: Bench, breaking: list[str]) -> None:
+    """Nothing but the deadline ends the wait where its client does not come back."""
+    bench.client("a", add_one)
+    client = bench.client("b", add_one)
+    bench.transport.call_roll()
+    breaking.append(client.name)
+    answers = exchanged(bench, deadline=4)
+    assert isinstance(answers["a"], Ours)
+    assert answers["b"] == Refused("late: no answer before the deadline")
 
 
 def test_a_client_that_ends_every_time_is_given_up(bench: Bench) -> None:

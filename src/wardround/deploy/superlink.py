@@ -20,6 +20,8 @@ from flwr.proto.runtime_pb2 import GetNodesRequest
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.error import http_error_translator
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.object_store import NoObjectInStoreError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.protobuf.translation import ProtobufTranslationMiddleware
 from flwr.supercore.task_identity import TaskIdentity
@@ -55,6 +57,18 @@ class LinkState(InMemoryLinkState):
             self.deactivate_node(node_id)
             self.starts[node_id] += 1
         return super().activate_node(node_id, heartbeat_interval)
+
+    def arriving(self, name: str) -> bool:
+        """Whether a reply to the message `name` has been announced, and is not here as a whole yet."""
+        reply = self.message_ins_id_to_message_res_id.get(name)
+        return reply is not None and not self._is_whole(reply)
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            parts = iterate_object_tree(self.object_store.get_object_tree(name))
+        except NoObjectInStoreError:
+            return False
+        return all(self.object_store.get(part.object_id) for part in parts)
 
     def state(self) -> LinkState:
         """Itself: Flower asks a factory for its state."""
@@ -138,6 +152,14 @@ class LinkGrid(HttpGrid):
         self.state.delete_messages(gone)
         for name in gone:
             self.state.object_store.delete(name)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies that are here as a whole.
+
+        Flower's own waits, for hours, for the rest of a reply whose sender has died while it sent; nobody else could
+        be heard meanwhile, and no deadline could pass.
+        """
+        return super().pull_messages([name for name in message_ids if not self.state.arriving(name)])
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages; Flower's names for them, empty for one that cannot be sent."""
