@@ -136,7 +136,16 @@ def calibration_error(probabilities: Floats, labels: Ints, bins: int = CALIBRATI
     ECE = sum_b (n_b / N) |accuracy_b - confidence_b| (Guo et al., ICML 2017); a confidence of 1 falls in the
     last bin. N must be at least 1.
     """
+    images, right, confidence = reliability(probabilities, labels, bins)
+    return float(np.abs(right - confidence).sum() / images.sum())
+
+
+def reliability(probabilities: Floats, labels: Ints, bins: int = CALIBRATION_BINS) -> tuple[Floats, Floats, Floats]:
+    """Per equal-width bin of the top class's confidence: images, right ones, sum of confidences; each `(bins,)`."""
     confidence = probabilities.max(axis=1)
-    gap = (probabilities.argmax(axis=1) == labels) - confidence
+    right = (probabilities.argmax(axis=1) == labels).astype(np.float64)
     place = np.clip((confidence * bins).astype(np.int64), 0, bins - 1)
-    return float(np.abs(np.bincount(place, weights=gap)).sum() / len(labels))
+    images, hits, sums = (
+        np.bincount(place, weights, bins).astype(np.float64) for weights in (np.ones_like(right), right, confidence)
+    )
+    return images, hits, sums

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wardround.errors import InputError, suggestion
-from wardround.evaluation.metrics import predicted_classes
+from wardround.evaluation.metrics import evaluate_probabilities, predicted_classes, softmax
 
 ClientPredictions = tuple[NDArray[Any], NDArray[Any]]  # labels (N,), logits (N, C)
 Run = Mapping[str, ClientPredictions]  # client -> its predictions
@@ -63,6 +63,25 @@ def read_predictions(folder: Path, key: str = "personal") -> dict[str, ClientPre
     if not paths:
         raise InputError(f"{folder / 'predictions'} holds no predictions (*.npz)")
     return {unquote(path.stem): _read_file(path, key) for path in paths}
+
+
+def pooled_metrics(folder: Path, key: str = "personal") -> dict[str, Any]:
+    """Metrics of one run on the test images of all clients in one pool, each by its own client's model.
+
+    Empty where no predictions are kept, as at the server of a deployment.
+    """
+    pool = pooled(folder, key)
+    return dict(evaluate_probabilities(*pool)) if pool else {}
+
+
+def pooled(folder: Path, key: str = "personal") -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+    """Probabilities `(N, C)` and labels `(N,)` of all clients' test images; None where no predictions are kept."""
+    try:
+        found = read_predictions(folder, key)
+    except InputError:
+        return None
+    labels, logits = (np.concatenate(parts) for parts in zip(*found.values(), strict=True))
+    return softmax(logits), labels
 
 
 def _read_file(path: Path, key: str) -> ClientPredictions:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from wardround.report import heatmaps, plots, series
+from wardround.report.calibration import reliability_diagram
 from wardround.report.plots import Dot, Series
 from wardround.report.reading import Record, Roster, System
 
@@ -189,6 +190,15 @@ def confusions(record: Record) -> list[Figure]:
         Figure(label, heatmaps.confusion_heatmap(label, record.roster.classes, np.array(matrix)))
         for label, matrix in found.items()
         if matrix
+    ]
+
+
+def reliabilities(record: Record) -> list[Figure]:
+    """One pooled reliability diagram a method, over all seeds; none where predictions are not kept."""
+    return [
+        Figure(system.label, reliability_diagram(system.label, *bins))
+        for system in record.systems
+        if (bins := series.pooled_reliability(system)) is not None
     ]
 
 

@@ -49,9 +49,11 @@ def render(record: Record) -> str:
 def _chapters(record: Record) -> Iterator[tuple[str, list[str]]]:
     """Headings, each with its paragraphs and tables; those that have nothing to say are empty."""
     done = [system.results for system in record.systems if system.results]
-    yield "Balanced accuracy", [_ranked(results_table(done, model=kind)) for kind in ("personal", "global")]
+    yield "Balanced accuracy", [ranked(results_table(done, model=kind)) for kind in ("personal", "global")]
+    yield "Other measures", _grids(sections.overview(record))
+    yield "Sites that never trained", _grids(sections.held_out(record))
     yield "Is it more than noise?", _noise(record)
-    yield "Cost", _grids(sections.communication(record), sections.times(record))
+    yield "Cost", _grids(sections.communication(record), sections.parameters(record), sections.times(record))
     yield "What differs between the systems", _grids(sections.differing_options(record))
     yield "To beware of", ["\n".join(_cautions(record))] if findings.warnings(record) else []
     yield "Where it ran", _grids(sections.environment(record))
@@ -76,10 +78,10 @@ def _grids(*grids: Grid | None) -> list[str]:
     return [text for grid in grids if grid and grid.rows for text in (_table(grid.headings, grid.rows), grid.caption)]
 
 
-def _ranked(table: Table) -> str:
+def ranked(table: Table) -> str:
     """A table of results: the best figure of a column in bold, the second in italics."""
     rows = [[row.label, *(STYLES[cell.rank].format(cell.text) for cell in row.cells)] for row in table.rows]
-    headings = ["method", *(column.heading for column in table.columns)]
+    headings = [table.corner, *(column.heading for column in table.columns)]
     return f"{table.title}. {table.caption}\n\n{_table(headings, rows)}" if rows else ""
 
 

@@ -112,6 +112,8 @@ def _results(record: Record) -> dict[str, Any]:
         "table": results_table(shown) if shown else None,
         "summary_columns": len(SUMMARY_COLUMNS),
         "provisional": so_far is not None,
+        "overview": sections.overview(record),
+        "held_out": sections.held_out(record),
         "served": sections.served(record),
         "metrics": [grid for grid in map(sections.all_metrics, record.systems) if grid],
         "dots": figures.dots(record),
@@ -123,6 +125,7 @@ def _results(record: Record) -> dict[str, Any]:
         "own_intervals": sections.own_intervals(comparison) if comparison else None,
         "every_pair": sections.every_pair(comparison) if comparison else None,
         "confusions": figures.confusions(record),
+        "reliabilities": figures.reliabilities(record),
     }
 
 
@@ -141,6 +144,7 @@ def _means(record: Record) -> dict[str, Any]:
     return {
         "traffic": figures.traffic(record),
         "communication": sections.communication(record),
+        "parameters": sections.parameters(record),
         "client_traffic": [grid for grid in map(sections.client_traffic, record.systems) if grid],
         "seconds": figures.seconds(record),
         "times": sections.times(record),

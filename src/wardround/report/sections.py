@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wardround.evaluation.predictions import pooled_metrics
 from wardround.report import series
 from wardround.report.reading import Record, Roster, System
 from wardround.report.words import MISSING, duration, flat, percent, signed, size
@@ -21,8 +22,14 @@ METRICS = {
     "auroc": "AUROC",
     "ece": "calibration error",
 }
+POOLED = ("accuracy", "balanced_accuracy", "auroc")
 VALUES_SHOWN = 80
 ARITHMETIC = ("precision", "memory_format", "compile", "threads")
+OWNERS = ("shared", "local", "frozen")
+PARAMETERS = (
+    "Parameters of one client's model: shared ones travel, local ones stay at their client, both may train. Statistics "
+    "of norms are not counted, and neither is an encoder's text side."
+)
 TIMES = "Time of one run, mean over seeds. Training and evaluation are summed over clients; the total is by the clock."
 
 
@@ -69,6 +76,58 @@ def served(record: Record) -> Grid | None:
     )
 
 
+def held_out(record: Record) -> Grid | None:
+    """What is shared alone, at sites that never trained: a row a method and site; None without such sites."""
+    done = [system.results for system in record.systems if system.results and system.results.get("held_out")]
+    rows = tuple(
+        (results["label"] if first else "", name, f"{site['n_test']:,}", *_figures(site))
+        for results in done
+        for first, (name, site) in _numbered(results["held_out"])
+    )
+    if not rows:
+        return None
+    over = _over(done[0])
+    caption = (
+        f"What is shared, without any client's own parts, on all images of sites that never trained; in percent{over}. "
+        "Methods whose shared part cannot predict alone are left out."
+    )
+    return Grid(("method", "site", "images", *METRICS.values()), rows, caption)
+
+
+def _numbered(entries: dict[str, Any]) -> list[tuple[bool, tuple[str, Any]]]:
+    """Each entry, and whether it is the first."""
+    return [(i == 0, entry) for i, entry in enumerate(entries.items())]
+
+
+def _figures(entry: dict[str, Any]) -> list[str]:
+    """Every metric of a client or site, in percent, mean over seeds."""
+    return [percent(_mean(entry[metric])) for metric in METRICS]
+
+
+def overview(record: Record) -> Grid | None:
+    """Accuracy, balanced accuracy and AUROC a method, as a mean over clients and over all test images in one pool."""
+    done = [system for system in record.systems if system.results]
+    if not done:
+        return None
+    rows = tuple((system.label, *map(percent, _means_and_pooled(system))) for system in done)
+    headings = [f"{METRICS[name]}, {how}" for name in POOLED for how in ("mean", "pooled")]
+    caption = (
+        "Personal models on test images, in percent"
+        f"{_over(done[0].results or {})}: mean over clients, and of all clients' images in one pool."
+    )
+    return Grid(("method", *headings, METRICS["ece"]), rows, caption)
+
+
+def _means_and_pooled(system: System) -> list[float | None]:
+    """For each metric of `POOLED` the mean over clients and the pooled figure, then the mean calibration error."""
+    assert system.results is not None
+    clients = system.results["clients"].values()
+    pools = [pooled_metrics(run.folder) for run in system.runs]
+    means = {name: _mean([_mean(client[name]) for client in clients]) for name in (*POOLED, "ece")}
+    both = [(means[name], _mean([pool.get(name) for pool in pools])) for name in POOLED]
+    return [*(value for pair in both for value in pair), means["ece"]]
+
+
 def _served_rows(results: dict[str, Any], clients: Sequence[str]) -> list[tuple[str, ...]]:
     """Personal, server's and their difference."""
     averages = ("weighted_average", "unweighted_average")
@@ -106,7 +165,7 @@ def all_metrics(system: System) -> Grid | None:
             name,
             f"{client['n_train']:,}",
             f"{client['n_test']:,}",
-            *(percent(_mean(client[metric])) for metric in METRICS),
+            *_figures(client),
             " / ".join(str(n) for n in client["support"]),
         )
         for name, client in system.results["clients"].items()
@@ -214,7 +273,7 @@ def communication(record: Record) -> Grid | None:
         found = (system.results or {}).get("communication")
         if found is None:
             continue
-        visits = _visits(system)
+        visits = client_rounds(system)
         each = [size(found[key] / visits) if visits else MISSING for key in ("bytes_up", "bytes_down")]
         totals = [size(found[key]) for key in ("bytes_up", "bytes_down")]
         elements = [f"{found[key]:,}" for key in ("shared_elements", "statistic_elements")]
@@ -227,10 +286,20 @@ def communication(record: Record) -> Grid | None:
     return Grid(headings, tuple(rows), caption) if rows else None
 
 
-def _visits(system: System) -> float:
+def client_rounds(system: System) -> float:
     """Client-rounds with an upload in one run, mean over seeds."""
     ups = [{(m["round"], m["client"]) for m in run.messages if m["direction"] == "up"} for run in system.runs]
     return float(np.mean([len(found) for found in ups])) if ups else 0.0
+
+
+def parameters(record: Record) -> Grid | None:
+    """How many parameters are whose, a row a method; None where no run has counted them."""
+    found = {s.label: s.results["parameters"] for s in record.systems if s.results and s.results.get("parameters")}
+    rows = tuple(
+        (label, *(f"{count:,}" for count in (counts["shared"] + counts["local"], *(counts[of] for of in OWNERS))))
+        for label, counts in found.items()
+    )
+    return Grid(("method", "trainable", *OWNERS), rows, PARAMETERS) if rows else None
 
 
 def client_traffic(system: System) -> Grid | None:

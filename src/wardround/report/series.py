@@ -9,7 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from wardround.evaluation.metrics import Metrics, merge_confusions
+from wardround.evaluation.metrics import Floats, Metrics, merge_confusions, reliability
+from wardround.evaluation.predictions import pooled
 from wardround.evaluation.results import Results, client_results, summarise
 from wardround.report.plots import Series
 from wardround.report.reading import Run, Scores, System
@@ -97,6 +98,16 @@ def pooled_confusion(system: System) -> list[list[int]]:
     return merge_confusions(
         scores["confusion"] for run in system.runs for scores in last_scores(run).values() if scores["n"]
     )
+
+
+def pooled_reliability(system: System) -> tuple[Floats, Floats, Floats] | None:
+    """Images, right answers and summed confidences a bin, over all clients' test images and seeds; None without any."""
+    pools = [pool for run in system.runs if (pool := pooled(run.folder)) is not None]
+    found = [reliability(*pool) for pool in pools if len(pool[1]) and np.isfinite(pool[0]).all()]
+    if not found:
+        return None
+    images, right, confidence = (np.sum(parts, axis=0) for parts in zip(*found, strict=True))
+    return images, right, confidence
 
 
 def so_far(system: System, clients: Sequence[str]) -> Results | None:
