@@ -257,3 +257,17 @@ def test_unknown_keys_are_named(tmp_path: Path) -> None:
     rewrite(folder / "client.toml", "min_count = 20", "mincount = 20")
     with pytest.raises(InputError, match=r"client\.toml: min_count: is missing\nmincount: there is no such key"):
         read_settings(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data__held_out": ["site-03"]}, "data.held_out: nobody in a deployment has its images"),
+        ({"method__name": "facmic"}, "facmic: its clients look at another site's images"),
+    ],
+)
+def test_what_needs_images_of_a_site_that_is_no_client_is_refused(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        founded(tmp_path / "d", tiny(**changes))

@@ -98,6 +98,14 @@ def test_shifts_are_not_tried_without_large_depthwise_kernels(clock: dict[str, A
     assert {setting[1] for setting in clock["measured"]} == {"library"}
 
 
+def test_nothing_is_measured_where_nothing_trains(clock: dict[str, Any]) -> None:
+    frozen = plain().requires_grad_(False)
+    assert chosen(choose_arithmetic(frozen, TrainingOptions(**AUTO), 20, CPU, None)) == (
+        "contiguous", "library", "float32", "off",
+    )  # fmt: skip
+    assert not clock["measured"]
+
+
 def test_the_answer_is_remembered(clock: dict[str, Any], tmp_path: Path) -> None:
     clock["seconds"] = {"channels_last": 0.5}
     options = TrainingOptions(memory_format="auto", depthwise="library")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wardround.data import Federation, Samples, SplitName
-from wardround.evaluation.metrics import evaluate_probabilities, softmax
+from wardround.data.federation import WITHHELD, joined
+from wardround.evaluation.metrics import Metrics, evaluate_probabilities, softmax
 from wardround.evaluation.predictions import write_predictions
 from wardround.federation.codecs import Codec
 from wardround.federation.messages import BadMessage, Message, Schema, Spec, check, named, plain_copy, room_for, shorten
@@ -129,6 +131,11 @@ class Answerer:
             self._checkpoint(client, message.scalars["checkpoint_round"], final=bool(message.scalars.get("final")))
         return Message(tensors, scalars)
 
+    def judge(self, name: str, message: Message) -> Metrics:
+        """Metrics on a client's test images of what is shared in `message`, alone."""
+        scores: Metrics = self._evaluate(self.load(name, message), "shared", final=True)["test"]
+        return scores
+
     def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Start from the local states of a checkpoint."""
         for client, state in states.items():
@@ -140,6 +147,12 @@ class Answerer:
             samples = self.federation.client(name).split(split)
             self._inputs[name, split] = self.cache.inputs(name, samples, training=split == "train")
         return self._inputs[name, split]
+
+    @cached_property
+    def _unlabelled(self) -> Inputs | None:
+        """The images of held-out sites; what they show is not told."""
+        parts = [replace(site.test, labels=np.full(len(site.test), WITHHELD)) for site in self.federation.held_out]
+        return self.cache.inputs("held-out", joined(parts), training=False) if parts else None
 
     # ---- loading and keeping
 
@@ -167,6 +180,7 @@ class Answerer:
             received=self._own(message.under("target")),
             memory=self._own(under(MEMORY, stored)),
             phase=message.scalars["phase"],
+            unlabelled=self._unlabelled if self.method.transductive else None,
         )
 
     def _decode(self, frame: bytes) -> Message:
@@ -248,7 +262,7 @@ class Answerer:
         started = time.perf_counter()
         scores: dict[str, Any] = {}
         data = self.federation.client(client.name)
-        predict = self.method.predict if which == "personal" else self.method.predict_received
+        predict = self._predictions[which]
         for split in ("val", "test"):
             samples = data.split(split)
             logits = self.logits(client, split, samples, predict)
@@ -257,6 +271,11 @@ class Answerer:
                 write_predictions(self.folder, client.name, samples.names, samples.labels, which, logits)
         scores["seconds"] = time.perf_counter() - started
         return scores
+
+    @cached_property
+    def _predictions(self) -> Mapping[str, Predict]:
+        method = self.method
+        return {"personal": method.predict, "received": method.predict_received, "shared": method.predict_shared}
 
     def logits(self, client: Client, split: SplitName, samples: Samples, predict: Predict | None = None) -> np.ndarray:
         """A model's logits `(N, C)`, float32, on one split; those of the personal one unless told otherwise."""

@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from wardround.federation.rounds import RoundLoop
 from wardround.federation.server import Server
 from wardround.federation.store import ClientStore, Store
 from wardround.federation.transport import Transport
+from wardround.holding_out import HELD_OUT, HeldOut
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier, build_classifier
 from wardround.recording import Recorder
@@ -96,6 +97,11 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     if not any(len(client.train) for client in data.clients):
         raise InputError(f"{data.source}: no client has a training image")
     method, model = build_model(experiment, data.classes)
+    if method.transductive and not (data.held_out or data.is_elsewhere):
+        raise InputError(
+            f"method.name = {method.name}: it looks at the unlabelled images of sites that never train; name them in "
+            "data.held_out, or give data.held_out_share"
+        )
     device = pick_device(experiment.training.device)
     model.to(device)
     training = experiment.training
@@ -200,12 +206,14 @@ class _Session:
         started = time.monotonic()
         setup = set_up(experiment, federation)
         self._prepare(setup)
+        held_out = HeldOut(setup.federation, functools.partial(_judge, setup, self.out / HELD_OUT))
         recorder = Recorder(self.out, self.done)
         with self.connect(setup, self.out, self.checkpoint) as transport:
             loop = _loop(setup, transport, self.checkpoints, self.checkpoint, [recorder, *observers])
             ready = time.monotonic()
             loop.run()
         results = _results(setup, recorder, label or setup.method.name, self.checkpoints.complaints)
+        results["held_out"] = held_out.results(loop.server)
         results["seconds"] |= {"setup": ready - started, "total": time.monotonic() - started}
         self._tidy()
         return results
@@ -303,6 +311,11 @@ def make_answerer(
     return answerer
 
 
+def _judge(setup: Setup, out: Path, sites: Federation) -> Answerer:
+    """An answerer for sites that only judge; their predictions go to `out`."""
+    return make_answerer(replace(setup, federation=sites), out, None, 1)
+
+
 def _loop(
     setup: Setup,
     transport: Transport,
@@ -338,6 +351,7 @@ def _results(setup: Setup, recorder: Recorder, label: str, complaints: Iterable[
             "shared_elements": setup.side.shared_elements,
             "statistic_elements": setup.side.statistic_elements,
         },
+        "parameters": setup.side.parameter_elements,
         "seconds": {"train": recorder.train_seconds, "evaluate": recorder.evaluate_seconds},
         "warnings": [*_cautions(setup, examples), *complaints, *recorder.refusals],
     }

@@ -200,6 +200,10 @@ def describe_federation(federation: Federation) -> dict[str, Any]:
             {"name": name, "counts": {split: counts[split][i] for split in SPLITS}}
             for i, name in enumerate(federation.names)
         ],
+        "held_out": [
+            {"name": site.name, "counts": site.test.counts(len(federation.classes)).tolist()}
+            for site in federation.held_out
+        ],
     }
 
 

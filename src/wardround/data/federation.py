@@ -60,6 +60,16 @@ def samples(
     return Samples(images, label_array, tuple(names), kinds)
 
 
+def joined(parts: Sequence[Samples]) -> Samples:
+    """All samples of `parts`, one after the other."""
+    return Samples(
+        np.concatenate([part.images for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        tuple(name for part in parts for name in part.names),
+        np.concatenate([part.modality for part in parts]),
+    )
+
+
 @dataclass(frozen=True)
 class ClientData:
     """One client's images. Any split may be empty."""
@@ -74,11 +84,19 @@ class ClientData:
         return {"train": self.train, "val": self.val, "test": self.test}[name]
 
 
+def for_testing(client: ClientData) -> ClientData:
+    """The client with all its images in the test split."""
+    whole = joined([client.split(split) for split in SPLITS])
+    nothing = whole.take([])
+    return ClientData(client.name, nothing, nothing, whole)
+
+
 @dataclass(frozen=True)
 class Federation:
     """All clients, in their fixed order, with the label space that they share.
 
-    `notes` are sentences for the report: what was skipped, capped, split or found odd while reading.
+    `notes` are sentences for the report: what was skipped, capped, split or found odd while reading. `held_out` are
+    sites that are no clients: all their images are for testing, and nothing else is done with them.
     """
 
     clients: tuple[ClientData, ...]
@@ -86,9 +104,10 @@ class Federation:
     source: str
     modalities: tuple[str, ...] = ("image",)
     notes: tuple[str, ...] = field(default=())
+    held_out: tuple[ClientData, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [client.name for client in self.clients]
+        names = [client.name for client in (*self.clients, *self.held_out)]
         if len(set(names)) != len(names):
             raise ValueError(f"client names repeat: {names}")
 

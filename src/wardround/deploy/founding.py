@@ -104,6 +104,7 @@ def found(plan: Plan, out: Path) -> list[Path]:
 
 def agree(plan: Plan) -> Agreement:
     """The agreement of a plan."""
+    _refuse_held_out(plan.experiment)
     clients, classes = plan.clients, plan.classes
     modalities: tuple[str, ...] = ("image",)
     if not (clients and classes):
@@ -116,6 +117,15 @@ def agree(plan: Plan) -> Agreement:
     experiment = plan.experiment if plan.as_it_is else discreet(plan.experiment)
     parties = Parties(clients=tuple(clients), classes=tuple(classes), modalities=modalities, min_count=plan.min_count)
     return Agreement(experiment.complete(), parties)
+
+
+def _refuse_held_out(experiment: Experiment) -> None:
+    """InputError for what needs the images of a site that is no client: a deployment's server has no images."""
+    method, data = experiment.bound_method(), experiment.data
+    if method.transductive:
+        raise InputError(f"method.name = {method.name}: its clients look at another site's images; those stay there")
+    if data.held_out or data.held_out_share:
+        raise InputError("data.held_out: nobody in a deployment has its images; remove the key, or judge by hand there")
 
 
 def discreet(experiment: Experiment) -> Experiment:

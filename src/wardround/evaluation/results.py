@@ -118,6 +118,9 @@ def merge_results(results: Sequence[Results]) -> Results:
     }
     if ordered[0].get("global") is not None:
         merged["global"] = _merged_models([result["global"] for result in ordered])
+    if ordered[0].get("held_out"):
+        sites = ordered[0]["held_out"]
+        merged["held_out"] = {name: _merged_client([result["held_out"][name] for result in ordered]) for name in sites}
     return merged
 
 

@@ -18,6 +18,7 @@ The hooks, by the question that each answers:
 | `statistic_counts`, `release` | of how many images is each, and which may not leave?   | client |
 | `personalise`      | what makes the personal model of what training left?            | client |
 | `predict`, `predict_received` | how is a prediction made, by the personal and the server's model? | client |
+| `predict_shared`, `predicts_alone` | how, and can it, by what is shared alone?      | client |
 | `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
 | `closing_phases`   | which exchanges follow the last round?                         | both   |
 | `state_for`, `targets` | what does the server send?                                  | server |
@@ -71,6 +72,7 @@ class Method(Options):
     optional_statistics: ClassVar[bool] = False
     predicts_from_memory: ClassVar[bool] = False
     predicts_with_text: ClassVar[bool] = False
+    transductive: ClassVar[bool] = False
 
     weights: Weights = "examples"
 
@@ -197,6 +199,14 @@ class Method(Options):
         """Logits `(B, C)` of the server's model at this client. Default: as those of the personal one."""
         return self.predict(client, inputs)
 
+    def predict_shared(self, client: Client, inputs: Tensor) -> Tensor:
+        """Logits `(B, C)` of what is shared alone, at a site that never trained. Default: as those of the server's."""
+        return self.predict_received(client, inputs)
+
+    def predicts_alone(self, model: Classifier) -> bool:
+        """Whether what is shared can predict without any client's part. Default: unless the head is a client's own."""
+        return not any(name.startswith("head.") for name in self.rules(model).names(Owner.LOCAL))
+
     # ---- server half -------------------------------------------------------------------------------------------
 
     def state_for(self, server: Server, client: str) -> Mapping[str, Tensor]:
@@ -281,6 +291,11 @@ class ServerSide:
     def shared_elements(self) -> int:
         """Numbers in the shared state, counters included."""
         return sum(tensor.numel() for tensor in self.initial_state.values())
+
+    @property
+    def parameter_elements(self) -> dict[str, int]:
+        """Numbers in the model's parameters by their owner; buffers are not counted."""
+        return {owner.value: sum(p.numel() for p in self.rules.parameters(self._model, owner)) for owner in Owner}
 
     def phases(self, round: int) -> Sequence[str]:
         """The exchanges of a round."""

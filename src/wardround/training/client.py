@@ -42,6 +42,7 @@ class Client:
         scratch: whatever the method needs until the end of this round.
         phase: the exchange of the round that is going on.
         fits: how often the model has been trained in this exchange.
+        unlabelled: images of held-out sites, without labels, for a method that is `transductive`; else None.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Client:
     scratch: dict[str, Any] = field(default_factory=dict)
     phase: str = "train"
     fits: int = 0
+    unlabelled: Inputs | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

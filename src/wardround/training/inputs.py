@@ -25,6 +25,9 @@ PREFIX_BATCH = 64
 class Inputs(Protocol):
     """Inputs of a classifier by row."""
 
+    def __len__(self) -> int:
+        """How many images."""
+
     def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
         """What `Classifier.forward` takes for `rows`; `stream` decides the augmentation, None for none."""
 
@@ -43,6 +46,9 @@ class CachedInputs:
     views: Sequence[Tensor]
     device: torch.device
     layout: torch.memory_format
+
+    def __len__(self) -> int:
+        return len(self.views[0])
 
     def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
         """float32 `(B, ...)`; with several views, each image's view is drawn from `stream`."""
@@ -64,6 +70,9 @@ class ImageInputs:
     size: int
     policy: Policy
     device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
         """float32 `(B, ...)` on the device."""

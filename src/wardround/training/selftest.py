@@ -54,6 +54,8 @@ def choose_arithmetic(
     if "depthwise" in undecided and (device.type != "cpu" or not has_large_depthwise(model.tuned)):
         options = options.model_copy(update={"depthwise": "library"})
         undecided.remove("depthwise")
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # nothing trains: nothing to measure
+        return options.model_copy(update={key: CHOICES[key][0] for key in undecided})
     if not undecided:
         return options
     file = folder / "arithmetic.json" if folder else None
