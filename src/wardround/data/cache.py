@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from wardround.data.images import Decoding, ImageOpener, decode
 from wardround.data.records import ImageRef
-from wardround.errors import InputError
+from wardround.errors import InputError, MissingExtra
 
 FORMAT = 1
 Images = NDArray[np.uint8]
@@ -52,6 +52,8 @@ def decode_images(refs: Sequence[ImageRef], how: Decoding) -> Decoded:
     def _fill(position: int) -> str | None:
         try:
             images[position] = decode(refs[position], how, opener)
+        except MissingExtra:
+            raise  # no fault of the image, and nothing to be kept
         except InputError as error:
             return str(error)
         return None
@@ -67,12 +69,13 @@ def cache_key(refs: Sequence[ImageRef], how: Decoding) -> str:
     digest = hashlib.sha256(json.dumps([FORMAT, asdict(how)], sort_keys=True).encode())
     stamps: dict[Path, str] = {}
     for ref in refs:
-        stamp = stamps.get(ref.path) or stamps.setdefault(ref.path, _stamp(ref.path))
+        stamp = stamps.get(ref.path) or stamps.setdefault(ref.path, file_stamp(ref.path))
         digest.update(f"{stamp}|{ref.array}|{ref.index}\n".encode())
     return digest.hexdigest()[:32]
 
 
-def _stamp(path: Path) -> str:
+def file_stamp(path: Path) -> str:
+    """A file's name, size and time of change in one word; it changes when the file does."""
     try:
         status = os.stat(path)
     except OSError:

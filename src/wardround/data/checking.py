@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from wardround.data.bladder_mri import IMAGES
+from wardround.data.brats import GRADES, ROOT
 from wardround.data.fed_isic import FOLD_FILES
 from wardround.data.federation import SPLITS
 from wardround.data.findings import SEVERITIES, DataReport, Finding, Severity, finding
-from wardround.data.options import ColumnNames, DataOptions
+from wardround.data.isic2019 import TRUTH_FILE
+from wardround.data.narrowing import narrowed
+from wardround.data.options import ColumnNames, DataOptions, Source
 from wardround.data.probes import Probe, probe_images
-from wardround.data.read import list_records
+from wardround.data.read import keep_sites, list_records
 from wardround.data.records import Listing, Record, natural_order
+from wardround.data.rsna_ich import LABEL_FILE
 from wardround.data.tables import TABLE_NAME, listing, needed_columns, read_sheet, table_file
 from wardround.errors import InputError
 
@@ -41,14 +46,16 @@ def check_data(path: Path, options: DataOptions | None = None) -> DataReport:
 
     Args:
         path: a table (CSV file or folder with `metadata.csv`), a folder `site/class/image`, an `.npz` file,
-            or FLamby's folder.
+            or the folder of a benchmark that is read by name.
         options: how the source is read; guessed from `path` when None. Its `path` is not used.
     """
     chosen = guess_options(path) if options is None else options.model_copy(update={"path": str(path)})
     try:
         source, found = _list(path, chosen)
+        source = narrowed(keep_sites(source, chosen.sites), chosen)
     except InputError as error:
         return DataReport(str(path), 0, (), (), (Finding("error", "unreadable-source", str(error)),))
+    found += _notes(source)
     checked = Checked(source, probe_images([record.image for record in source.records]))
     for check in CHECKS:
         found += check(checked)
@@ -61,27 +68,37 @@ def check_data(path: Path, options: DataOptions | None = None) -> DataReport:
 
 
 def guess_options(path: Path) -> DataOptions:
-    """Options for a source known only by its path: `.npz`, a table, FLamby's folder, or folders."""
+    """Options for a source known only by its path: `.npz`, a benchmark's folder, a table, or folders."""
     if path.suffix == ".npz":
         return DataOptions(source="medmnist", path=str(path))
-    if any((path / name).is_file() for name in FOLD_FILES):
-        return DataOptions(source="fed-isic", path=str(path))
-    is_table = path.is_file() or (path / TABLE_NAME).is_file()
-    return DataOptions(source="table" if is_table else "folders", path=str(path))
+    for source, marks in MARKS.items():
+        if any((path / mark).exists() for mark in marks):
+            return DataOptions(source=source, path=str(path))
+    return DataOptions(source="table" if path.is_file() else "folders", path=str(path))
+
+
+# What lies in the folder of a source, the surest sign first.
+MARKS: dict[Source, tuple[str, ...]] = {
+    "fed-isic": FOLD_FILES,
+    "isic2019": (TRUTH_FILE,),
+    "brats": (ROOT, *GRADES),
+    "rsna-ich": (LABEL_FILE,),
+    "table": (TABLE_NAME,),
+    "bladder-mri": (f"Center_1/{IMAGES}", f"Center1/{IMAGES}"),
+}
 
 
 def _list(path: Path, options: DataOptions) -> tuple[Listing, list[Finding]]:
     """The records, and what is wrong with the table itself."""
     if options.source != "table":
-        source = list_records(options)
-        return source, _notes(source)
+        return list_records(options), []
     sheet = read_sheet(table_file(path))
     missing = [name for name in needed_columns(options.columns) if name not in sheet.header]
     found = finding("error", "missing-column", f"columns are missing from {', '.join(sheet.header)}", missing)
     found += finding("error", "ragged-row", f"rows do not have {len(sheet.header)} cells", sheet.ragged)
     present = {role: name for role, name in options.columns if name in sheet.header}
     source = listing(sheet, ColumnNames(**present))
-    return source, found + _notes(source)
+    return source, found
 
 
 def _notes(source: Listing) -> list[Finding]:

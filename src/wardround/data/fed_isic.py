@@ -101,7 +101,7 @@ def _fold_file(path: Path) -> Path:
 def _from_flamby(path: Path, folds: Path) -> Listing:
     sheet = read_sheet(folds)
     sheet.require(("image", "target", "center", "fold"))
-    images, lesions = _image_folder(path), _lesions((path, folds.parent, folds.parent.parent))
+    images, lesions = image_folder(path), _lesions((path, folds.parent, folds.parent.parent))
     records = tuple(_flamby_records(sheet, images, lesions))
     without = sum(not record.group for record in records)
     note = f"{without} of {len(records)} images have no known lesion; each is a group of its own"
@@ -119,7 +119,7 @@ def _flamby_records(sheet: Sheet, images: Path, lesions: dict[str, str]) -> Iter
         yield Record(ref, name, label, site, cells["fold"], lesions.get(name, ""), row=row, cells=cells)
 
 
-def _image_folder(path: Path) -> Path:
+def image_folder(path: Path) -> Path:
     """The first of `IMAGE_FOLDERS` that holds a JPEG; InputError where none does."""
     for name in IMAGE_FOLDERS:
         if any((path / name).glob("*.jpg")):

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from wardround.data.colour import shades_of_grey
+from wardround.data.dicom import is_dicom, read_dicom
 from wardround.data.records import ImageRef
+from wardround.data.volumes import VolumeShelf, is_volume
 from wardround.errors import InputError
 
 Resize = Literal["crop", "squash", "pad"]
@@ -44,9 +46,10 @@ class Decoding:
 
 
 class ImageOpener:
-    """Opens images by reference; an `.npz` array is read once and kept for its other items."""
+    """Opens images by reference; an array or a volume is read once and kept for its other items."""
 
     def __init__(self) -> None:
+        self._volumes = VolumeShelf()
         self._arrays: dict[tuple[Path, str], NDArray[Any]] = {}
         self._lock = threading.Lock()
 
@@ -59,6 +62,10 @@ class ImageOpener:
         return self._item(ref) if ref.array else open_file(ref.path, size)
 
     def _item(self, ref: ImageRef) -> Image.Image:
+        if is_volume(ref.path):
+            return Image.fromarray(self._volumes.slice(ref.path, ref.array, ref.index))
+        if is_dicom(ref.path):
+            return Image.fromarray(read_dicom(ref.path, ref.array, ref.index))
         array = self.array(ref.path, ref.array)
         if not 0 <= ref.index < len(array):
             raise InputError(f"{ref}: no such item, the array has {len(array)}")

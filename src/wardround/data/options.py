@@ -7,19 +7,22 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from wardround.data.benchmark_options import BratsOptions, Isic2019Options, SliceOptions
 from wardround.data.images import Decoding, Resize
 from wardround.data.phantoms.options import PhantomOptions
 from wardround.data.transforms import STORED_OVER_CROP, Policy
 from wardround.options import Options
 
-Source = Literal["table", "folders", "medmnist", "fed-isic", "phantoms"]
+Source = Literal["table", "folders", "medmnist", "fed-isic", "isic2019", "brats", "rsna-ich", "bladder-mri", "phantoms"]
 PartitionKind = Literal["site", "column", "modality", "dirichlet", "dirichlet-hsu", "quantity"]
 
 
 class ColumnNames(Options):
     """Which column of a table says what. A name that is given must exist; a default may be absent."""
 
-    image: str = Field("image", description="column with the image's path, or FILE.npz#ARRAY[INDEX]")
+    image: str = Field(
+        "image", description="column with the image's path, FILE.npz#ARRAY[INDEX] or FILE.nii.gz#axial[INDEX]"
+    )
     label: str = Field("label", description="column with the class")
     site: str | None = Field(None, description="column with the hospital; default: `site` where there is one")
     split: str | None = Field(None, description="column with train, val or test; default: `split`")
@@ -59,7 +62,8 @@ class DataOptions(Options):
     path: str | None = Field(
         None,
         description="table: the CSV file or the folder of metadata.csv; folders: that of site/class/image;"
-        " medmnist: an .npz file or the folder of it; fed-isic: FLamby's folder or a table",
+        " medmnist: an .npz file or the folder of it; fed-isic: FLamby's folder or a table;"
+        " isic2019, brats, rsna-ich, bladder-mri: the folder that the published files are in",
     )
     image_size: int = Field(128, ge=8, description="side of the square images that a model sees (pixels)")
     channels: Literal[1, 3] = Field(3, description="3: colour, grey repeated thrice; 1: grey")
@@ -76,7 +80,24 @@ class DataOptions(Options):
     on_bad_image: Literal["error", "skip"] = Field("error", description="what to do with an image that is not readable")
     columns: ColumnNames = Field(default_factory=ColumnNames, description="names of the table's columns")
     sites: tuple[str, ...] | None = Field(None, description="keep only these sites")
+    min_site_images: int | None = Field(None, ge=1, description="keep only sites with at least this many images")
+    common_classes: bool | None = Field(
+        None,
+        description="keep only classes that every kept site has at least one training image of; default: isic2019"
+        " does, others do not",
+    )
     partition: PartitionOptions = Field(default_factory=PartitionOptions, description="which images make a client")
+    held_out: tuple[str, ...] = Field(
+        (),
+        description="sites (of partition column or modality: its values) that never train; all their images test what"
+        " is shared, alone",
+    )
+    held_out_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="instead of whole sites: this share of all images, groups whole, the same for every partition",
+    )
     split: Literal["column", "group", "official", "lesion"] | None = Field(
         None,
         description="column: as the source says (default where it does); group: drawn afresh, groups whole;"
@@ -94,6 +115,9 @@ class DataOptions(Options):
     fold_file: str | None = Field(
         None, description="fed-isic: FLamby's file train_test_split, where it is not in `path`"
     )
+    isic2019: Isic2019Options = Field(default_factory=Isic2019Options, description="isic2019: which images")
+    brats: BratsOptions = Field(default_factory=BratsOptions, description="brats: which patients at which site")
+    slices: SliceOptions = Field(default_factory=SliceOptions, description="brats, bladder-mri: which slices")
     phantoms: PhantomOptions = Field(default_factory=PhantomOptions, description="phantoms: which and how skewed")
 
     @property
@@ -108,10 +132,18 @@ class DataOptions(Options):
 
     @model_validator(mode="after")
     def _source_has_what_it_needs(self) -> Self:
-        if self.path is None and self.source in ("table", "folders", "fed-isic"):
+        if self.path is None and self.source not in ("medmnist", "phantoms"):
             raise ValueError(f'source = "{self.source}" needs data.path')
         if self.source == "medmnist" and self.flag is None and not (self.path or "").endswith(".npz"):
             raise ValueError('source = "medmnist" needs data.flag, or data.path to an .npz file')
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_is_said_once(self) -> Self:
+        if self.held_out and self.held_out_share:
+            raise ValueError("held_out names sites, held_out_share draws images: give one of them")
+        if self.held_out_share and self.source == "phantoms":
+            raise ValueError("phantoms make their own sites: name some of them in held_out")
         return self
 
     @model_validator(mode="after")
@@ -120,6 +152,10 @@ class DataOptions(Options):
             raise ValueError(f'split = "{self.split}" is for source = "fed-isic"; allowed here: column, group')
         if (self.val_fraction or 0.0) + self.test_fraction >= 1:
             raise ValueError("val_fraction + test_fraction must leave something to train on")
+        if self.source == "phantoms" and (self.min_site_images is not None or self.common_classes):
+            raise ValueError(
+                "phantoms make their own sites, which min_site_images and common_classes do not choose from"
+            )
         if self.source == "phantoms" and self.partition.kind != "site":
             raise ValueError("phantoms make their own sites: set data.phantoms.clients instead of data.partition")
         return self

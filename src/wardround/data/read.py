@@ -10,15 +10,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from wardround.data.bladder_mri import read_bladder_mri
+from wardround.data.brats import read_brats
 from wardround.data.cache import Decoded, DecodedCache, decoded_cache
 from wardround.data.caps import stratified_cap
 from wardround.data.clients import assign_clients
 from wardround.data.fed_isic import read_fed_isic
-from wardround.data.federation import SPLITS, ClientData, Federation, Samples, SplitName, samples
+from wardround.data.federation import SPLITS, ClientData, Federation, Samples, SplitName, for_testing, samples
 from wardround.data.folders import read_folders
+from wardround.data.isic2019 import read_isic2019
 from wardround.data.medmnist import read_medmnist
+from wardround.data.narrowing import narrowed
 from wardround.data.options import DataOptions
 from wardround.data.records import Listing, Record, natural_order, require, some
+from wardround.data.rsna_ich import read_rsna_ich
+from wardround.data.setting_apart import set_apart
 from wardround.data.split_records import assign_splits, settle_splits
 from wardround.data.tables import read_table
 from wardround.errors import InputError
@@ -35,6 +41,7 @@ class Placement:
         splits: for every record its split.
         rows: positions of the records to decode, by client and split, caps applied; clients in their order.
         notes: sentences for the report.
+        held_out: those of `clients` that never train; all their images are in the test split.
     """
 
     listing: Listing
@@ -42,6 +49,7 @@ class Placement:
     splits: tuple[SplitName, ...]
     rows: dict[str, dict[SplitName, NDArray[np.int64]]]
     notes: tuple[str, ...]
+    held_out: frozenset[str] = frozenset()
 
 
 def read_federation(
@@ -68,12 +76,14 @@ def read_federation(
     refs = [placement.listing.records[row].image for row in order]
     decoded = (cache or decoded_cache()).decode(refs, options.decoding)
     notes = (*placement.notes, *decoded.notes, *_bad_images(placement, order, decoded, options, alone))
+    everyone = _assemble(placement, order, decoded)
     return Federation(
-        _assemble(placement, order, decoded),
+        tuple(client for client in everyone if client.name not in placement.held_out),
         placement.listing.label_space,
         f"{options.source}: {_source_name(options, base)}",
         _modalities(placement.listing.records),
         notes,
+        tuple(client for client in everyone if client.name in placement.held_out),
     )
 
 
@@ -101,6 +111,14 @@ def list_records(options: DataOptions, base: Path = Path()) -> Listing:
     if options.source == "fed-isic":
         folds = None if options.fold_file is None else source_path(options.fold_file, base)
         return read_fed_isic(path, options.split in (None, "official"), folds)
+    if options.source == "isic2019":
+        return read_isic2019(path, options.isic2019)
+    if options.source == "brats":
+        return read_brats(path, options.brats, options.slices)
+    if options.source == "rsna-ich":
+        return read_rsna_ich(path)
+    if options.source == "bladder-mri":
+        return read_bladder_mri(path, options.slices)
     return read_table(path, options.columns)
 
 
@@ -111,14 +129,18 @@ def place_records(options: DataOptions, seed: int, base: Path = Path(), alone: b
         raise InputError(f"{listing.origin}: no images are listed")
     for field in ("name", "label"):
         require(field, listing.records, listing.origin, "Fill them in or remove the rows.")
+    listing, apart = set_apart(narrowed(listing, options), options, seed)
     listing = settle_splits(listing, options)
     clients = assign_clients(listing, options.partition, seed)
     splits, notes = assign_splits(listing, clients, options, seed)
+    untrained = _untrained_notes(listing.records, clients, splits)
+    listing = replace(listing, records=listing.records + apart.records)
+    clients, splits = (*clients, *apart.sites), (*splits, *apart.splits)
     if not alone:
         check_trained(listing.records, splits, listing.origin)
     rows, caps = _cap_rows(listing, clients, splits, options, seed)
-    places = (*listing.notes, *notes, *caps, *_untrained_notes(listing.records, clients, splits))
-    return Placement(listing, clients, splits, rows, places)
+    places = (*listing.notes, *notes, *caps, *untrained)
+    return Placement(listing, clients, splits, rows, places, frozenset(apart.sites))
 
 
 def keep_sites(listing: Listing, sites: Sequence[str] | None) -> Listing:
@@ -245,10 +267,10 @@ def _phantoms(options: DataOptions, seed: int) -> Federation:
     from wardround.data.phantoms import phantom_federation
 
     made = phantom_federation(options.phantoms, options.stored_size, seed, options.channels)
-    unknown = set(options.sites or ()) - set(made.names)
-    if unknown:
-        raise InputError(f"data.sites: no phantom site {some(sorted(unknown))} (allowed: {', '.join(made.names)})")
-    kept = [client for client in made.clients if options.sites is None or client.name in options.sites]
+    _need_sites("sites", options.sites or (), made.names)
+    wanted = [client for client in made.clients if options.sites is None or client.name in options.sites]
+    _need_sites("held_out", options.held_out, [client.name for client in wanted])
+    kept = [for_testing(client) if client.name in options.held_out else client for client in wanted]
     capped = tuple(_cap_client(client, options, seed) for client in kept)
     notes = tuple(
         f"{old.name}: {split} capped at {len(new.split(split))} of {len(old.split(split))} images"
@@ -256,7 +278,15 @@ def _phantoms(options: DataOptions, seed: int) -> Federation:
         for split in SPLITS
         if len(new.split(split)) < len(old.split(split))
     )
-    return replace(made, clients=capped, notes=made.notes + notes)
+    train = tuple(client for client in capped if client.name not in options.held_out)
+    apart = tuple(client for client in capped if client.name in options.held_out)
+    return replace(made, clients=train, notes=made.notes + notes, held_out=apart)
+
+
+def _need_sites(key: str, names: Iterable[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(f"data.{key}: no phantom site {some(unknown)} (allowed: {', '.join(known)})")
 
 
 def _cap_client(client: ClientData, options: DataOptions, seed: int) -> ClientData:

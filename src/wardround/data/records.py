@@ -9,12 +9,16 @@ from pathlib import Path
 
 from wardround.errors import InputError
 
-_ARRAY_ITEM = re.compile(r"^(?P<file>.*\.npz)#(?P<array>\w+)\[(?P<index>\d+)\]$", re.IGNORECASE)
+_ITEM = re.compile(r"^(?P<file>.*\.(?:npz|nii|nii\.gz|dcm))#(?P<array>\w+)\[(?P<index>\d+)\]$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ImageRef:
-    """Where an image lies: a file, or item `index` of the array `array` in an `.npz` file."""
+    """Where an image lies: a file, or item `index` of `array` in a file that holds several.
+
+    `array` is the name of an array in an `.npz` file, the plane of a slice in a NIfTI volume (`axial`), or the window
+    of a frame in a DICOM file (`brain`).
+    """
 
     path: Path
     array: str = ""
@@ -25,12 +29,12 @@ class ImageRef:
 
 
 def parse_ref(text: str, folder: Path) -> ImageRef:
-    """The image that `text` names, relative to `folder`: `a/b.png`, or `file.npz#train_images[3]`.
+    """The image that `text` names, relative to `folder`: `a/b.png`, `file.npz#train_images[3]`, `t1.nii.gz#axial[57]`.
 
     >>> str(parse_ref("x.npz#train_images[3]", Path("d")))
     'd/x.npz#train_images[3]'
     """
-    item = _ARRAY_ITEM.match(text)
+    item = _ITEM.match(text)
     if item is None:
         return ImageRef(folder / text)
     return ImageRef(folder / item["file"], item["array"], int(item["index"]))

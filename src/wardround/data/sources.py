@@ -59,6 +59,43 @@ DATASETS: tuple[DatasetInfo, ...] = (
         'split = "official"  # or "lesion"',
     ),
     DatasetInfo(
+        "isic2019",
+        "ISIC 2019 by anatomic site: 25,331 dermoscopic images, six sites and those of unknown site, the classes that"
+        " all seven have (MEL, NV, AK, BKL, VASC, SCC)",
+        "Tschandl et al., Scientific Data 5:180161 (2018); Codella et al., arXiv:1710.05006; Combalia et al.,"
+        " arXiv:1908.02288; by site: FedMedCLIP (2025)",
+        "CC BY-NC 4.0",
+        "ISIC_2019_Training_Input, _GroundTruth.csv and _Metadata.csv of challenge.isic-archive.com in one folder",
+        '[data]\nsource = "isic2019"\npath = "ISIC_2019"\nheld_out = ["unknown"]',
+    ),
+    DatasetInfo(
+        "brats",
+        "BraTS 2019: MRI of 259 high-grade and 76 low-grade gliomas, axial slices, one site a modality",
+        "Menze et al., IEEE TMI 34:1993 (2015); Bakas et al., Scientific Data 4:170117 (2017); Bakas et al.,"
+        " arXiv:1811.02629",
+        "on registration with the organisers",
+        "unpack MICCAI_BraTS_2019_Data_Training; needs the extra wardround[nifti]",
+        '[data]\nsource = "brats"\npath = "MICCAI_BraTS_2019_Data_Training"\n\n'
+        '[data.slices]\nper_volume = 16\ninside = "tumour"',
+    ),
+    DatasetInfo(
+        "rsna-ich",
+        "RSNA 2019 head CT: slices with exactly one of five subtypes of haemorrhage; no sites",
+        "Flanders et al., Radiology: Artificial Intelligence 2:e190211 (2020)",
+        "non-commercial and academic research, as the RSNA says",
+        "stage_2_train.csv and the folder stage_2_train (DICOM, extra wardround[dicom], or PNG) in one folder",
+        '[data]\nsource = "rsna-ich"\npath = "rsna-ich"\n\n'
+        '[data.partition]\nkind = "dirichlet"\nclients = 4\nalpha = 0.5',
+    ),
+    DatasetInfo(
+        "bladder-mri",
+        "FedBCa: 275 bladder MRI volumes from four centres, muscle-invasive cancer or not, axial slices",
+        "Cao et al., Scientific Data 11:1147 (2024)",
+        "as Zenodo record 13622759 says",
+        "unpack it, save every Center1_label.xlsx as CSV; needs the extra wardround[nifti]",
+        '[data]\nsource = "bladder-mri"\npath = "FedBCa"\nheld_out = ["Center_1"]',
+    ),
+    DatasetInfo(
         "phantoms",
         "images made on the spot, offline: five modality families, four dials of skew between sites",
         "",
