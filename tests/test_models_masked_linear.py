@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from wardround.models.feature_attention import FeatureAttention, InstanceNorm, PrivateMLP
-from wardround.models.masked_linear import LARGEST, MaskedLinear, settle
+from wardround.models.masked_linear import LARGEST, MaskedLinear, dst_slope, reference_slope, settle
 
 
 def layer(surrogate: str = "dst", inputs: int = 4, outputs: int = 3) -> MaskedLinear:
@@ -65,11 +65,49 @@ def test_the_surrogates_slope() -> None:
     one = layer(outputs=4, inputs=1)
     with torch.no_grad():
         one.weight.fill_(0.5)
+        one.bias.zero_()
         one.threshold.copy_(0.5 - torch.tensor([0.1, -0.3, 0.7, -1.2]))
-    one.mask().sum().backward()
-    expected = -torch.tensor([1.6, 0.8, 0.4, 0.0])
-    torch.testing.assert_close(one.threshold.grad, expected)
-    torch.testing.assert_close(one.weight.grad[:, 0], -expected)  # type: ignore[index]
+    one(torch.ones(1, 1)).sum().backward()  # each product is W = 0.5, and its own row's mean is |W|
+    slope = torch.tensor([1.6, 0.8, 0.4, 0.0])
+    torch.testing.assert_close(one.threshold.grad, -0.5 * slope)
+    kept = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(one.weight.grad[:, 0], kept + 0.5 * slope)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("surrogate", ["dst", "reference"])
+def test_gradients_are_those_of_the_chain_of_single_operations(surrogate: str) -> None:
+    """The same by autograd, in float64: mask times product, the step with a slope that is put in its place."""
+    one = layer(surrogate, 6, 5).double()
+    with torch.no_grad():
+        one.threshold.copy_(torch.tensor([0.0, 0.2, 0.9, -1.5, 0.3]))
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(4, 5, dtype=torch.float64)
+    (one(x) * weights).sum().backward()
+    found = [x.grad, *(p.grad for p in one.parameters())]
+
+    copies = [t.detach().clone().requires_grad_() for t in (x, one.weight, one.bias, one.threshold)]
+    inputs, matrix, bias, threshold = copies
+    above = matrix.abs().mean(1) - threshold
+    slope = (dst_slope if surrogate == "dst" else reference_slope)(above).detach()
+    mask = one.mask() + slope * (above - above.detach())  # value of the step, derivative of the slope
+    if surrogate == "dst":
+        expected = functional.linear(inputs, matrix, bias) * mask
+    else:
+        expected = functional.linear(inputs, matrix) * mask + bias
+    (expected * weights).sum().backward()
+    for ours, theirs in zip(found, [t.grad for t in copies], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_training_settles_before_it_computes_and_evaluation_changes_nothing() -> None:
+    one = layer()
+    with torch.no_grad():
+        one.threshold.fill_(9.0)
+    x = torch.randn(2, 4)
+    assert not one.eval()(x).any()
+    assert one.threshold.tolist() == [9.0] * 3
+    assert one.train()(x).any(), "bounded, found collapsed, begun anew"
+    assert not one.threshold.any()
 
 
 def test_the_reference_mask_is_inert() -> None:

@@ -15,43 +15,57 @@ FEWEST = 0.01  # a mask that keeps no more than this share of the outputs has co
 REFERENCE_MARGIN = 0.01
 
 
-class _Step(torch.autograd.Function):
-    """1 where x is at least 0, with a slope for training: that of Dynamic Sparse Training (Liu et al., ICLR 2020).
+def dst_slope(x: Tensor) -> Tensor:
+    """What stands for the derivative of the step at x in Dynamic Sparse Training (Liu et al., ICLR 2020).
 
-    The slope is `2 - 4|x|` up to |x| = 0.4, then 0.4 up to 1, then 0.
+    `2 - 4|x|` up to |x| = 0.4, then 0.4 up to 1, then 0.
+    """
+    far = x.abs()
+    return torch.where(far <= 0.4, 2 - 4 * far, torch.where(far <= 1, 0.4, 0.0))
+
+
+def reference_slope(x: Tensor) -> Tensor:
+    """The same in the published code of FedMedCLIP: 1 where |x| > 1, which x never is."""
+    return (x.abs() > 1).to(x.dtype)
+
+
+class _MaskedProduct(torch.autograd.Function):
+    """`m * (W x + b)` with all its gradients in one go; without `masks_bias`, `m * (W x) + b`.
+
+    The mask's own gradient reaches W through `mean_j |W_ij|`: `slope_i (g_i . y_i) sign(W_ij) / in`. Written out it
+    takes two passes over W; by the chain of single operations it would be six.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The step."""
-        ctx.save_for_backward(x)
-        return (x >= 0).to(x.dtype)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        threshold: Tensor,
+        kept: Tensor,
+        slope: Tensor,
+        masks_bias: bool,
+    ) -> Tensor:
+        """The product, `(B, out)`."""
+        product = functional.linear(x, weight, bias if masks_bias else None)
+        ctx.save_for_backward(x, weight, product, kept, slope)
+        ctx.masks_bias = masks_bias
+        return product * kept if masks_bias else product * kept + bias
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The slope, times what comes from above."""
-        (x,) = ctx.saved_tensors
-        far = x.abs()
-        slope = torch.where(far <= 0.4, 2 - 4 * far, torch.where(far <= 1, 0.4, 0.0))
-        return gradients[0] * slope
-
-
-class _ReferenceStep(torch.autograd.Function):
-    """As the published code of FedMedCLIP has it: a margin, and a gradient only where |x| > 1, which x never is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The step."""
-        ctx.save_for_backward(x)
-        kept: Tensor = (x > REFERENCE_MARGIN).to(x.dtype)
-        return kept
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The slope, times what comes from above."""
-        (x,) = ctx.saved_tensors
-        passed: Tensor = gradients[0] * (x.abs() > 1)
-        return passed
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, W, b and kappa."""
+        x, weight, product, kept, slope = ctx.saved_tensors
+        whole = gradients[0]
+        passed = whole * kept
+        pull = slope * (whole * product).sum(0)
+        of_weight = passed.T @ x
+        if bool(pull.any()):
+            of_weight.addcmul_(weight.sign(), (pull / weight.shape[1])[:, None])
+        of_bias = (passed if ctx.masks_bias else whole).sum(0)
+        of_x = passed @ weight if ctx.needs_input_grad[0] else None
+        return of_x, of_weight, of_bias, -pull, None, None, None
 
 
 class MaskedLinear(nn.Module):
@@ -90,28 +104,46 @@ class MaskedLinear(nn.Module):
         return self.weight.shape[0]
 
     def mask(self) -> Tensor:
-        """One number an output `(outputs,)`, 1 or 0; kappa and W are reached by its gradient."""
-        above = self.weight.abs().mean(1) - self.threshold
-        kind = _Step if self.surrogate == "dst" else _ReferenceStep
-        kept: Tensor = kind.apply(above)
-        return kept
+        """1 for an output that is kept, else 0, `(outputs,)`."""
+        return self._kept(self._size() - self.threshold.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(B, inputs)` to `(B, outputs)`."""
-        if self.surrogate == "reference":
-            return functional.linear(x, self.weight) * self.mask() + self.bias
-        return functional.linear(x, self.weight, self.bias) * self.mask()
+        """`(B, inputs)` to `(B, outputs)`. In training, thresholds are first brought within bounds."""
+        size = self._size()
+        if self.training and torch.is_grad_enabled():
+            self._settle(size)
+        above = size - self.threshold.detach()
+        kept = self._kept(above)
+        slope = (dst_slope if self.surrogate == "dst" else reference_slope)(above)
+        product: Tensor = _MaskedProduct.apply(
+            x, self.weight, self.bias, self.threshold, kept, slope, self.surrogate == "dst"
+        )
+        return product
 
     @torch.no_grad()
     def settle(self) -> None:
         """Keep kappa within bounds; where the mask has collapsed, begin anew with all outputs."""
+        self._settle(self._size())
+
+    @torch.no_grad()
+    def _settle(self, size: Tensor) -> None:
         self.threshold.clamp_(-LARGEST, LARGEST)
-        if self.surrogate == "dst" and float(self.mask().mean()) <= FEWEST:
+        if self.surrogate == "dst" and float(self._kept(size - self.threshold).mean()) <= FEWEST:
             self.threshold.zero_()
+
+    @torch.no_grad()
+    def _size(self) -> Tensor:
+        """u: the mean of each row's absolute weights, `(outputs,)`."""
+        return self.weight.abs().mean(1)
+
+    def _kept(self, above: Tensor) -> Tensor:
+        """The step of u - kappa."""
+        kept = above >= 0 if self.surrogate == "dst" else above > REFERENCE_MARGIN
+        return kept.to(above.dtype)
 
 
 def settle(module: nn.Module) -> None:
-    """`MaskedLinear.settle` for every such layer in `module`: after each step of training."""
+    """`MaskedLinear.settle` for every such layer in `module`: after the last step of training."""
     for layer in module.modules():
         if isinstance(layer, MaskedLinear):
             layer.settle()
