@@ -242,6 +242,9 @@ def test_option_defaults() -> None:
         "dropout": None,
         "logit_corrector": "none",
         "corrector_tau": 1.0,
+        "anchors": None,
+        "classifier": "linear",
+        "adapter": "none",
     }
     assert ModelOptions(pretrained="a.pth").pretrained == "a.pth"
     assert all(field.description for field in ModelOptions.model_fields.values())

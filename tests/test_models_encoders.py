@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wardround.errors import InputError, MissingExtra
+from wardround.methods.base import FedAvg, Method
+from wardround.methods.trial import Network, Trial
 from wardround.models import weights
 from wardround.models.backbones import Backbone, load_backbone
 from wardround.models.classifier import Classifier
 from wardround.models.encoders import bridge_fit, bridge_text, bridge_weights
 from wardround.models.encoders.open_clip_names import describe
 from wardround.models.encoders.text import TokenTower, freeze
+from wardround.models.text_head import CosineHead, UnitLength
 
 BRIDGE = "bridge:lite0-minilm"
 TINY: dict[str, Any] = {
@@ -135,6 +138,31 @@ def test_an_encoder_is_one_frozen_block_and_its_text_side_is_no_part_of_it(tiny:
     assert not any(module.training for module in backbone.modules())
     assert (backbone.text.dim, backbone.text.context_width) == (24, 16)
     assert (load_backbone("wardround:resnet4", pretrained=False, seed=0).text) is None
+
+
+def test_a_tuned_encoder_trains_as_a_whole(tiny: str) -> None:
+    """Full fine-tuning by federated averaging moves every weight of the image side, with a linear head or by text."""
+    for depth in (1, "all"):
+        model = Classifier(load_backbone(tiny, pretrained=False, seed=0), 4, depth)  # type: ignore[arg-type]
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert len(list(model.tuned.parameters())) == 32
+    for network, loss in ((Network(tiny, 32, "all"), "focal"), (ByText(tiny, 32, "all", text=True), "contrastive")):
+        trial = Trial(FedAvg(), network, ["large", "small"], loss=loss).run(1)
+        before, after = trial.history.servers
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert {name for name, _ in trial.model.named_parameters() if name.startswith("tuned.")} <= moved
+        head = {"head.weight", "head.bias"}  # local, where it trains
+        assert before.keys() == trial.model.state_dict().keys() - head - {"prompts.vectors"}
+
+
+class ByText(Network):
+    """As with `model.classifier = "text"`."""
+
+    def model(self, method: Method, seed: int = 0) -> Classifier:
+        """With the prompts in the head's place."""
+        model = super().model(method, seed)
+        model.neck, model.head = UnitLength(), CosineHead(model.prompts, model.head.in_features)  # type: ignore[arg-type,assignment]
+        return model
 
 
 def test_the_seed_alone_decides_both_towers(tiny: str) -> None:
@@ -544,9 +572,11 @@ def test_anchors_teach_words(
         for seed in range(4):
             pattern(kind, seed).save(tmp_path / f"{kind}{seed}.png")
             rows.append((f"{kind}{seed}.png", caption))
-    state = bridge_weights.fit(captioned(tmp_path, rows), image_size=64)
-    save_file(state, tmp_path / "anchored.safetensors")
-    anchored = load_backbone(BRIDGE, pretrained=str(tmp_path / "anchored.safetensors"), image_size=64, seed=0)
+    file = captioned(tmp_path, rows)
+    anchored = load_backbone(BRIDGE, pretrained=True, image_size=64, seed=0, anchors=str(file))
+    save_file(bridge_weights.fit(file, image_size=64), tmp_path / "anchored.safetensors")
+    saved = load_backbone(BRIDGE, pretrained=str(tmp_path / "anchored.safetensors"), image_size=64, seed=0)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(anchored.parameters(), saved.parameters(), strict=True))
     new = [np.asarray(pattern(kind, 100 + seed)) for kind in words for seed in range(5)]
     batch = anchored.normalise(torch.from_numpy(np.stack(new)))
     text = functional.normalize(anchored.text.encode(list(words.values())), dim=1)
@@ -569,6 +599,13 @@ def test_wrong_anchors_are_named(bridge: Backbone, tmp_path: Path, rows: list[tu
     (tmp_path / "other.csv").write_text("picture,caption\na.png,b\n")
     with pytest.raises(InputError, match="missing columns: image"):
         bridge_weights.fit(tmp_path / "other.csv")
+
+
+def test_anchors_are_for_the_encoder_that_is_fitted_here(bridge: Backbone) -> None:
+    with pytest.raises(InputError, match=r"timm:resnet18 fits nothing; only bridge"):
+        load_backbone("timm:resnet18", pretrained=True, seed=0, anchors="captions.csv")
+    with pytest.raises(InputError, match=r"goes with model\.pretrained = true"):
+        load_backbone(BRIDGE, pretrained=False, seed=0, anchors="captions.csv")
 
 
 def test_loading_text_does_not_move_the_stream_of_random_numbers(bridge: Backbone) -> None:

@@ -17,6 +17,7 @@ from wardround.training.batches import shuffled_batches
 from wardround.training.losses import (
     balanced_softmax,
     class_weights,
+    contrastive_loss,
     cross_entropy,
     focal_loss,
     task_loss,
@@ -189,3 +190,21 @@ def test_large_class_weights_are_warned_of_by_client_class_and_count() -> None:
     assert "even" not in warning
     assert not weight_cautions(counts, ("a", "b"), TrainingOptions(class_weights="balanced", class_weight_clip=10))
     assert not weight_cautions(counts, ("a", "b"), TrainingOptions(class_weights="none"))
+
+
+def test_the_contrastive_task_loss_is_the_symmetric_one_over_the_batch() -> None:
+    """Two images of class 0 and one of class 1, by hand: S has the columns of the images' own classes."""
+    logits, labels = torch.tensor([[2.0, 0.0], [1.0, 0.5], [0.0, 3.0]]), torch.tensor([0, 0, 1])
+    similarity = np.array([[2.0, 2.0, 0.0], [1.0, 1.0, 0.5], [0.0, 0.0, 3.0]])
+    rows = np.log(np.exp(similarity).sum(1)) - np.diag(similarity)
+    columns = np.log(np.exp(similarity).sum(0)) - np.diag(similarity)
+    loss = task_loss(TrainingOptions(loss="contrastive", class_weights="raw"), torch.tensor([2, 1]))
+    assert float(loss(logits, labels)) == pytest.approx((rows.mean() + columns.mean()) / 2)
+    assert torch.equal(loss(logits, labels), contrastive_loss(logits, labels, "instance"))
+
+
+def test_the_contrastive_loss_cannot_tell_images_of_one_class_apart() -> None:
+    """Its floor is log(B / C) where every class has B / C images: 8 images of 2 classes."""
+    labels = torch.arange(8) % 2
+    sure = 100.0 * functional.one_hot(labels, 2).float()
+    assert float(contrastive_loss(sure, labels, "instance")) == pytest.approx(math.log(4), abs=1e-5)

@@ -29,7 +29,7 @@ from wardround.training.selftest import CHOICES
 DEFAULT_METHOD = "fedavg"
 
 # Keys that name a file or folder.
-PATHS = (("data", "path"), ("data", "fold_file"), ("model", "pretrained"))
+PATHS = (("data", "path"), ("data", "fold_file"), ("model", "pretrained"), ("model", "anchors"))
 
 # Keys that say where and how fast a run happens, but not what it computes.
 _NOT_NUMBERS = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wardround import __version__, run_folder
-from wardround.answering import MEMORY, PERSONAL, STATE, logits_in_batches, set_label_counts, under
+from wardround.answering import MEMORY, PERSONAL, STATE, Predict, logits_in_batches, set_label_counts, under
 from wardround.config import PATHS, Experiment, experiment_from, load_experiment
 from wardround.data import Samples
 from wardround.data.federation import samples
@@ -64,11 +64,16 @@ class TrainedModel:
         """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores."""
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
-        client = self._client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
-        predict = self.method.predict if self.which == "personal" else self.method.predict_received
-        return logits_in_batches(predict, client, client.inputs, len(data), BATCH)
+        client = self.as_client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
+        return logits_in_batches(self.predictor, client, client.inputs, len(data), BATCH)
 
-    def _client(self, data: Samples, device: torch.device) -> Client:
+    @property
+    def predictor(self) -> Predict:
+        """The method's own prediction with this model, `(client, inputs) -> logits (B, C)`."""
+        return self.method.predict if self.which == "personal" else self.method.predict_received
+
+    def as_client(self, data: Samples, device: torch.device) -> Client:
+        """The client as its method knows it, with the images `data`, on `device`."""
         size = self.experiment.data.image_size
         return Client(
             name=self.client,
@@ -216,9 +221,10 @@ def load_exported(file: Path) -> TrainedModel:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{file}: not a model that `wardround export` wrote ({error})") from error
     experiment = experiment_from(about["experiment"], str(file))
-    bare = experiment
+    changes: dict[str, Any] = {"anchors": None}  # every weight is in the file, but those of a text side
     if not experiment.bound_method().predicts_with_text:
-        bare = experiment.model_copy(update={"model": experiment.model.model_copy(update={"pretrained": False})})
+        changes["pretrained"] = False
+    bare = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
     method, model = build_model(bare, about["classes"])
     memory = under(MEMORY, state)
     model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})

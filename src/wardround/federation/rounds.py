@@ -61,8 +61,8 @@ class RoundLoop:
     best: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
-        """Tell the server how large the federation is, and the seed."""
-        self.server.clients, self.server.seed = len(self.clients), self.seed
+        """Tell the server who the clients are, and the seed."""
+        self.server.clients, self.server.names, self.server.seed = len(self.clients), tuple(self.clients), self.seed
 
     def run(self) -> None:
         """Do the rounds that are left, then evaluate the server's final model at every client.

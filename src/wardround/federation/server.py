@@ -23,6 +23,7 @@ class Server:
         clients: how many clients the federation has, whether or not they take part in a round.
         rounds: how many rounds the run has; what goes on after a finished run has more than before.
         seed: the experiment's, for draws of the server's own.
+        names: of all clients, in their order.
     """
 
     state: dict[str, Tensor]
@@ -32,6 +33,7 @@ class Server:
     clients: int = 0
     rounds: int = 0
     seed: int = 0
+    names: tuple[str, ...] = ()
 
     def snapshot(self) -> Server:
         """The server as it is now, whatever entries are replaced later; tensors must not be changed in place."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from wardround import seeds
 from wardround.errors import InputError
@@ -52,6 +52,8 @@ class Calibration(Hooks):
     def edit(self, model: Classifier, image_size: int) -> None:
         """Let the method edit `model`. InputError where features or head are not the same for all clients."""
         super().edit(model, image_size)
+        if not isinstance(model.head, nn.Linear):
+            raise InputError(f"method.name = {self.name}: CCVR trains a linear head, which this method does not have")
         needed = set(Rules.of(model).local(model.before, model.tuned, model.neck, model.head).names(Owner.LOCAL))
         personal = [name for name in self.rules(model).names(Owner.LOCAL) if name in needed]
         if personal:

@@ -6,34 +6,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-Contrastive = Literal["instance", "supervised", "none"]
+from wardround.training.losses import ContrastiveKind
+from wardround.training.losses import contrastive_loss as contrastive_loss
+
+Contrastive = ContrastiveKind | Literal["none"]
 Agreement = Literal["entropy", "symmetric", "none"]
 EntropyMode = Literal["true", "reference"]
-
-
-def contrastive_loss(logits: Tensor, labels: Tensor, kind: Contrastive) -> Tensor:
-    """Symmetric InfoNCE between the images of a batch and the prompts of their own classes, a scalar.
-
-    `S_ij = s v_i . t_{y_j}`; the mean of the cross-entropies over rows and over columns. `instance` takes the diagonal
-    for right, so that another image of the same class counts as wrong: the loss cannot fall below about `log(B / C)`.
-    `supervised` spreads the target over all of the same class.
-
-    Args:
-        logits: `s v . t`, `(B, C)`.
-        labels: int64 `(B,)`.
-        kind: `instance` or `supervised`.
-    """
-    similarity = logits[:, labels]  # (B, B)
-    if kind == "instance":
-        target = torch.arange(len(labels), device=labels.device)
-        rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
-        return (rows + columns) / 2
-    same = (labels[:, None] == labels[None, :]).to(similarity.dtype)
-    target = same / same.sum(1, keepdim=True)
-    rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
-    return (rows + columns) / 2
 
 
 def batch_divergences(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from wardround.federation.rounds import TRAIN
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Server
 from wardround.methods.base import FedAvg, ServerSide
+from wardround.methods.on_text import need_plain_features
 from wardround.models.classifier import Classifier
 from wardround.models.personal_vector import PersonalVector
 from wardround.training.client import Client, Step
@@ -56,7 +57,12 @@ class DBE(FedAvg):
     )
 
     def edit(self, model: Classifier, image_size: int) -> None:
-        """Add r_k to the pooled features."""
+        """Add r_k to the pooled features.
+
+        Raises:
+            InputError: `model.adapter` or `model.classifier` have put something else there.
+        """
+        need_plain_features(model, self.name)
         model.neck = PersonalVector(model.head.in_features)
 
     def rules(self, model: Classifier) -> Rules:

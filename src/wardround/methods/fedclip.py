@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from wardround.methods.base import Method, Weights
 from wardround.methods.clip_losses import Contrastive, contrastive_loss
-from wardround.methods.on_text import CosineHead, UnitLength, need_prompts, prompts_of
+from wardround.methods.on_text import need_prompts, prompts_of
 from wardround.models.classifier import Classifier
+from wardround.models.text_head import AttentionAdapter, CosineHead, UnitLength
 from wardround.training.client import Step
-
-
-class Adapter(nn.Module):
-    """`v = (a * I) / ||a * I||` with `a = softmax(W2 tanh(W1 I))` over the features."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Image features `(B, D)` to `(B, D)`."""
-        return functional.normalize(torch.softmax(self.layers(features), dim=1) * features, dim=1)
 
 
 class FedCLIP(Method):
@@ -55,7 +42,7 @@ class FedCLIP(Method):
             InputError: the encoder has no text side, or some of its blocks would train.
         """
         need_prompts(model, self.name)
-        model.neck = Adapter(model.head.in_features)
+        model.neck = AttentionAdapter(model.head.in_features)
         model.head = CosineHead(prompts_of(model), model.head.in_features)  # type: ignore[assignment]
 
     def loss(self, step: Step) -> Tensor:

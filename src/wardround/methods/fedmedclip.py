@@ -89,13 +89,8 @@ class FedMedCLIP(Method):
         """Two groups: FAM, and the classifier with its own rate."""
         return client.optimizer(client.apart(parameters, client.model.head.parameters(), self.lr_mlp))
 
-    def backward(self, step: Step) -> Tensor:
-        """One gradient for both parts, from thresholds within their bounds."""
-        settle(step.client.model)
-        return super().backward(step)
-
     def train(self, client: Client, phase: str) -> float:
-        """Local training; what the last step left is within bounds too."""
+        """Local training; what the last step left is brought within bounds too."""
         loss = super().train(client, phase)
         settle(client.model)
         return loss
@@ -126,3 +121,11 @@ class FedMedCLIP(Method):
         v = client.model.features(inputs).float()
         by_text = prompts_of(client.model).logits(v)
         return mixture(client.model.classify(v), by_text, self.entropy_mode) if self.private_mlp else by_text
+
+    def predict_shared(self, client: Client, inputs: Tensor) -> Tensor:
+        """Scaled cosines of the shared attention: a site that never trained has no classifier of its own."""
+        return prompts_of(client.model).logits(client.model.features(inputs).float())
+
+    def predicts_alone(self, model: Classifier) -> bool:
+        """The prompts do."""
+        return True

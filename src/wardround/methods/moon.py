@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wardround.methods.base import FedAvg
+from wardround.methods.on_text import need_plain_features
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
 
@@ -43,8 +44,13 @@ class MOON(FedAvg):
     projection: int = Field(256, ge=0, description="outputs of the added projection head; 0 adds none")
 
     def edit(self, model: Classifier, image_size: int) -> None:
-        """Add the projection head and put a new classifier behind it."""
+        """Add the projection head and put a new classifier behind it.
+
+        Raises:
+            InputError: `model.adapter` or `model.classifier` stand in its place; `projection = 0` goes with them.
+        """
         if self.projection:
+            need_plain_features(model, "moon with method.projection > 0")
             features = model.head.in_features
             model.neck = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, self.projection))
             model.head = nn.Linear(self.projection, model.head.out_features)

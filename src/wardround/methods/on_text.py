@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from wardround.errors import InputError
 from wardround.models.classifier import Classifier
-from wardround.models.prompts import Aside, Prompts
+from wardround.models.prompts import Prompts
+from wardround.models.text_head import CosineHead as CosineHead
+from wardround.models.text_head import UnitLength as UnitLength
 
 
 def prompts_of(model: Classifier) -> Prompts:
     """The classes in the encoder's text side."""
     assert isinstance(model.prompts, Prompts)
     return model.prompts
+
+
+def need_plain_features(model: Classifier, method: str) -> None:
+    """See that nothing stands between features and a linear head, for a method that puts something of its own there.
+
+    Raises:
+        InputError: `model.adapter` or `model.classifier` has put something there.
+    """
+    if not isinstance(model.neck, nn.Identity) or isinstance(model.head, CosineHead):
+        raise InputError(
+            f'model.adapter, model.classifier: {method} brings what follows the features itself (allowed: "none", '
+            '"linear")'
+        )
 
 
 def need_prompts(model: Classifier, method: str) -> None:
@@ -27,38 +41,6 @@ def need_prompts(model: Classifier, method: str) -> None:
             f"model.backbone = {model.name!r} has no text side, which {method} needs; take an encoder such as "
             "open_clip:ViT-B-32/openai or bridge:lite0-minilm"
         )
+    need_plain_features(model, method)
     if len(model.tuned):
         raise InputError(f"model.finetune_blocks: {method} trains on the frozen encoder's features (allowed: 0)")
-
-
-class UnitLength(nn.Module):
-    """Vectors at length 1, as cosines want them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(B, D)` to `(B, D)`."""
-        return functional.normalize(x, dim=1)
-
-
-class CosineHead(nn.Module):
-    """In the place of a linear head: scaled cosines with the prompts, which stay the model's own.
-
-    Args:
-        prompts: the classes.
-        size: D.
-    """
-
-    def __init__(self, prompts: Prompts, size: int) -> None:
-        super().__init__()
-        self._aside = Aside(prompts)
-        self.in_features, self.out_features = size, len(prompts.names)
-
-    @property
-    def weight(self) -> Tensor:
-        """The classes' vectors, `(C, D)`."""
-        vectors: Tensor = self._aside.value.vectors
-        return vectors
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Vectors of length 1 `(B, D)` to logits `(B, C)`."""
-        logits: Tensor = self._aside.value.logits(v)
-        return logits

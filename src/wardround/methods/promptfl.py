@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wardround.federation.rules import Rules
 from wardround.methods.base import Method, Weights
+from wardround.methods.learned_context import new_context
 from wardround.methods.on_text import UnitLength, need_prompts, prompts_of
 from wardround.models.classifier import Classifier
 from wardround.models.prompts import Aside, Prompts
-
-CONTEXT_DEVIATION = 0.02
 
 
 class PromptHead(nn.Module):
@@ -30,9 +28,7 @@ class PromptHead(nn.Module):
 
     def __init__(self, prompts: Prompts, size: int, length: int, per_class: bool) -> None:
         super().__init__()
-        shape = (length, prompts.tower.context_width)
-        whole = (len(prompts.names), *shape) if per_class else shape
-        self.context = nn.Parameter(torch.randn(whole) * CONTEXT_DEVIATION)
+        self.context = new_context(prompts, length, per_class)
         self._aside = Aside(prompts)
         self.in_features, self.out_features = size, len(prompts.names)
 

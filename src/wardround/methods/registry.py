@@ -11,14 +11,18 @@ from pydantic import ValidationError
 from wardround.errors import InputError, suggestion
 from wardround.methods.base import FedAvg, Method
 from wardround.methods.ccvr import CCVR, ccvr_on
+from wardround.methods.cocoop import CoCoOp
 from wardround.methods.dbe import DBE
 from wardround.methods.ditto import Ditto
+from wardround.methods.facmic import FACMIC
 from wardround.methods.fdse import FDSE
+from wardround.methods.fedapt import FedAPT
 from wardround.methods.fedbn import FedBN
 from wardround.methods.fedclip import CLIPZeroShot, FedCLIP
 from wardround.methods.fedco2 import FedCO2
 from wardround.methods.fedhealth import FedHealth
 from wardround.methods.fedlc import FedLC
+from wardround.methods.fedlora import FedLoRA
 from wardround.methods.fedmedclip import FedMedCLIP
 from wardround.methods.fedper import FedPer
 from wardround.methods.fedproto import FedProto
@@ -27,6 +31,7 @@ from wardround.methods.fedrep import FedRep
 from wardround.methods.fedrod import FedRoD
 from wardround.methods.finetune import FineTuning
 from wardround.methods.isolated import Isolated
+from wardround.methods.lpplus import LPPlus
 from wardround.methods.moon import MOON
 from wardround.methods.pafp import PAFP
 from wardround.methods.pafp_alt import PAFPAlt
@@ -42,11 +47,14 @@ METHODS: dict[str, type[Method]] = {
         *(FedProx, SCAFFOLD, MOON, FedLC, CCVR),
         *(FedBN, FedPer, FedRep, FedProto, Ditto, PerFedAvg, FedRoD, DBE, FedCO2, FDSE),
         *(PAFP, PAFPAlt),
-        *(FedMedCLIP, CLIPZeroShot, FedCLIP, PromptFL),
+        *(FedMedCLIP, CLIPZeroShot, FedCLIP, FACMIC, LPPlus, FedLoRA, PromptFL, CoCoOp, FedAPT),
     )
 }
 
 ON_TOP = "+ccvr"
+
+# As baselines train on CLIP: cosines with the prompts, its contrastive loss, every client the same.
+CONTRASTIVE = {"model.classifier": "text", "training.loss": "contrastive", "method.weights": "uniform"}
 
 # Names that the literature uses for a method together with a setting of another section.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -54,6 +62,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fedavg-ft": {"method.name": "fedavg", "model.finetune_blocks": "all"},
     "ditto-ft": {"method.name": "ditto", "model.finetune_blocks": "all"},
     "dbe-ft": {"method.name": "dbe", "model.finetune_blocks": "all"},
+    "fedavg-clip": {"method.name": "fedavg", "model.finetune_blocks": "all", **CONTRASTIVE},
+    "fedprox-clip": {"method.name": "fedprox", "model.adapter": "attention", **CONTRASTIVE},
+    "moon-clip": {"method.name": "moon", "method.projection": 0, "model.adapter": "attention", **CONTRASTIVE},
 }
 
 

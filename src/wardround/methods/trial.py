@@ -47,6 +47,7 @@ CLIENTS: dict[str, tuple[int, ...]] = {
     "single": (0, 0, 1, 0),
     "empty": (0, 0, 0, 0),
 }
+HELD_OUT = "elsewhere"  # a site that is no client
 CLASSES = 4
 ROUNDS = 3
 # Thirteen images make batches of four, four and five; every `auto` is decided, so that trials are alike everywhere.
@@ -319,7 +320,8 @@ class Bench:
 def tiny_federation(counts: Mapping[str, Sequence[int]], size: int) -> Federation:
     """Noise images `(size, size, 3)` that are brighter the higher their class, and differ in tone by client.
 
-    Each client has `counts` training images a class, one test image a class, and validation images if it trains.
+    Each client has `counts` training images a class, one test image a class, and validation images if it trains. A
+    held-out site, for methods that are transductive, has two images a class.
     """
     clients = tuple(
         ClientData(
@@ -330,7 +332,9 @@ def tiny_federation(counts: Mapping[str, Sequence[int]], size: int) -> Federatio
         )
         for name, wanted in counts.items()
     )
-    return Federation(clients, tuple("wxyz"), "trial")
+    nothing, images = (_images(HELD_OUT, "test", [number] * CLASSES, size) for number in (0, 2))
+    apart = ClientData(HELD_OUT, nothing, nothing, images)
+    return Federation(clients, tuple("wxyz"), "trial", held_out=(apart,))
 
 
 def _images(client: str, split: str, wanted: Sequence[int], size: int) -> Samples:

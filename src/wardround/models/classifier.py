@@ -13,7 +13,8 @@ from wardround.errors import InputError
 from wardround.models.backbones import Backbone, load_backbone
 from wardround.models.logit_corrector import LogitCorrector
 from wardround.models.options import ModelOptions
-from wardround.models.prompts import TextOptions, prompts_for
+from wardround.models.prompts import Prompts, TextOptions, prompts_for
+from wardround.models.text_head import AttentionAdapter, CosineHead, UnitLength
 from wardround.seeds import torch_scope
 
 Depth = int | Literal["all"]
@@ -75,7 +76,8 @@ class Classifier(nn.Module):
         self.normalise = backbone.normalise
         self.frozen = Frozen(*backbone.blocks[:cut])
         self.before = nn.ModuleList(nn.Identity() for _ in backbone.blocks[cut:])
-        self.tuned = nn.ModuleList(backbone.blocks[cut:])
+        # An encoder's block comes frozen; what is tuned is not.
+        self.tuned = nn.ModuleList(backbone.blocks[cut:]).requires_grad_(True)
         self.pool = backbone.pool
         self.neck: nn.Module = nn.Identity()
         self.dropout = nn.Dropout(backbone.dropout if dropout is None else dropout)
@@ -94,6 +96,11 @@ class Classifier(nn.Module):
     def prefix(self, x: Tensor) -> Tensor:
         """Normalised images to h, the output of the frozen blocks, without a graph."""
         h: Tensor = self.frozen(x)
+        return h
+
+    def inputs_of_pixels(self, pixels: Tensor) -> Tensor:
+        """Pixels in 0..1, float32 `(B, H, W, C)`, to h, as `prepare` and `prefix` do, with a graph to the pixels."""
+        h: Tensor = self.frozen(self.normalise.of_pixels(pixels))
         return h
 
     def features(self, h: Tensor) -> Tensor:
@@ -156,7 +163,12 @@ def build_classifier(
     and for a number of blocks that the backbone does not have.
     """
     backbone = load_backbone(
-        options.backbone, pretrained=options.pretrained, channels=channels, image_size=image_size, seed=seed
+        options.backbone,
+        pretrained=options.pretrained,
+        channels=channels,
+        image_size=image_size,
+        seed=seed,
+        anchors=options.anchors,
     )
     kind = options.logit_corrector
     number = classes if isinstance(classes, int) else len(classes)
@@ -172,7 +184,29 @@ def build_classifier(
         )
     if backbone.text is not None and not isinstance(classes, int):
         model.prompts = prompts_for(backbone.text, classes, text or TextOptions(), backbone.logit_scale, seed)
+    with torch_scope(seed, "adapter"):
+        _adapt(model, options)
     return model
+
+
+def _adapt(model: Classifier, options: ModelOptions) -> None:
+    """Put what `model.adapter` and `model.classifier` say behind the features.
+
+    Raises:
+        InputError: the encoder has no text side to compare with.
+    """
+    size = model.head.in_features
+    if options.adapter == "attention":
+        model.neck = AttentionAdapter(size)
+    if options.classifier == "linear":
+        return
+    if not isinstance(model.prompts, Prompts):
+        raise InputError(
+            f'model.classifier = "text": {model.name!r} has no text side; take an encoder such as '
+            'open_clip:ViT-B-32/openai or bridge:lite0-minilm, or "linear"'
+        )
+    model.neck = UnitLength() if options.adapter == "none" else model.neck
+    model.head = CosineHead(model.prompts, size)  # type: ignore[assignment]
 
 
 def _first_tuned(backbone: Backbone, finetune_blocks: Depth) -> int:

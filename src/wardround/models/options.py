@@ -23,6 +23,11 @@ class ModelOptions(Options):
         description="true: published weights, from an installed package or a hub. false: random weights "
         "from the seed. A path, relative to the experiment file or the working directory: a .safetensors or .pth file.",
     )
+    anchors: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="bridge:lite0-minilm: a CSV file of `image` (relative to its folder) and `caption`; the map from "
+        "images to text is fitted to these pairs as well. A few for each word that matters lift zero-shot from chance.",
+    )
     finetune_blocks: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
         2,
         description='How many of the last blocks train; the rest is frozen. 0: the head only. "all": all.',
@@ -31,6 +36,16 @@ class ModelOptions(Options):
         "local",
         description="Whether the linear head stays at its client (the reading that matches PAFP's published "
         "count) or travels with the shared blocks.",
+    )
+    classifier: Literal["linear", "text"] = Field(
+        "linear",
+        description="linear: a head that trains. text: scaled cosines with the classes' prompts, for encoders that "
+        "have a text side; nothing of it trains.",
+    )
+    adapter: Literal["none", "attention"] = Field(
+        "none",
+        description="attention: FedCLIP's adapter between features and head, `softmax(W2 tanh(W1 I)) * I` at length 1; "
+        "shared.",
     )
     dropout: float | None = Field(
         None,

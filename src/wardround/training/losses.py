@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional
 from wardround.training.options import ClassWeights, TrainingOptions
 
 HEAVY = 25.0  # a class weight above this is worth a warning
+ContrastiveKind = Literal["instance", "supervised"]
 TaskLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -76,10 +78,35 @@ def balanced_softmax(logits: Tensor, labels: Tensor, counts: Tensor, weights: Te
     return cross_entropy(logits + shift, labels, weights)
 
 
+def contrastive_loss(logits: Tensor, labels: Tensor, kind: ContrastiveKind) -> Tensor:
+    """Symmetric InfoNCE (CLIP's loss) between the images of a batch and the prompts of their own classes, a scalar.
+
+    `S_ij = s v_i . t_{y_j}`; the mean of the cross-entropies over rows and over columns. `instance` takes the diagonal
+    for right, so that another image of the same class counts as wrong: the loss cannot fall below about `log(B / C)`.
+    `supervised` spreads the target over all of the same class.
+
+    Args:
+        logits: `s v . t`, `(B, C)`.
+        labels: int64 `(B,)`.
+        kind: `instance` or `supervised`.
+    """
+    similarity = logits[:, labels]  # (B, B)
+    if kind == "instance":
+        target = torch.arange(len(labels), device=labels.device)
+        rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
+        return (rows + columns) / 2
+    same = (labels[:, None] == labels[None, :]).to(similarity.dtype)
+    target = same / same.sum(1, keepdim=True)
+    rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
+    return (rows + columns) / 2
+
+
 def task_loss(options: TrainingOptions, counts: Tensor) -> TaskLoss:
     """The loss `(logits (B, C), labels (B,)) -> scalar` for a client with label counts `(C,)`."""
     if options.loss == "cross-entropy" and options.class_weights == "none":
         return functional.cross_entropy  # the same numbers in one operation
+    if options.loss == "contrastive":
+        return lambda logits, labels: contrastive_loss(logits, labels, "instance")
     weights = class_weights(counts, options.class_weights, options.class_weight_clip)
     if options.loss == "focal":
         return lambda logits, labels: focal_loss(logits, labels, weights, options.focal_gamma)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from wardround.options import Options
 
-LossName = Literal["focal", "cross-entropy", "balanced-softmax"]
+LossName = Literal["focal", "cross-entropy", "balanced-softmax", "contrastive"]
 ClassWeights = Literal["none", "raw", "balanced", "mean1"]
 
 
@@ -27,7 +27,11 @@ class TrainingOptions(Options):
     clip_norm: float | None = Field(
         10.0, gt=0, description="largest gradient norm, for each group of an optimiser; none: no clipping"
     )
-    loss: LossName = Field("focal", description="the task loss")
+    loss: LossName = Field(
+        "focal",
+        description="the task loss; contrastive: CLIP's, symmetric over the batch's images and their classes, in which "
+        "class weights take no part",
+    )
     focal_gamma: float = Field(2.0, ge=0, description="focusing parameter of the focal loss")
     class_weights: ClassWeights = Field(
         "balanced",

