@@ -153,6 +153,8 @@ def test_which_methods_predict_alone() -> None:
     assert not isolated.predicts_alone(shared.model(isolated))
     medclip = METHODS["fedmedclip"]()
     encoder = Network("wardround:resnet4-lib", 32, 0, text=True)
+    apart = medclip.model_copy(update={"aggregate": False})
+    assert not apart.predicts_alone(encoder.model(apart))
     assert medclip.predicts_alone(encoder.model(medclip)), "its prompts predict, though its classifier is private"
 
 

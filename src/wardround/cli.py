@@ -709,3 +709,6 @@ def _show_records(records: list[dict[str, Any]], as_json: bool, hide: str = "") 
 def main() -> None:
     """Entry point of the command `wardround`."""
     sys.exit(app())
+
+
+from wardround import cli_attack, cli_studies  # noqa: E402, F401 - their commands register themselves with what is above

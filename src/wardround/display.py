@@ -40,7 +40,7 @@ def _print_table(console: Console, table: Table) -> None:
     """On its side where it is too wide for the terminal; at its full width in a file."""
     from wardround.evaluation.tables import to_rich, transposed
 
-    upright, on_its_side = to_rich(table), to_rich(transposed(table), corner="")
+    upright, on_its_side = to_rich(table), to_rich(transposed(table))
     for drawn in (upright, on_its_side):
         drawn.title = drawn.caption = None
     wanted = _width(console, upright)

@@ -22,11 +22,20 @@ class System:
     @property
     def folder_name(self) -> str:
         """The label as a folder's name."""
-        return re.sub(r"[^\w.=+,-]+", "-", self.label)
+        return as_folder(self.label)
 
     def seeded(self, seed: int) -> Experiment:
         """The experiment with another seed."""
         return self.experiment.model_copy(update={"seed": seed})
+
+
+def as_folder(label: str) -> str:
+    """A label as a folder's name.
+
+    >>> as_folder("pafp: every 3")
+    'pafp-every-3'
+    """
+    return re.sub(r"[^\w.=+,-]+", "-", label)
 
 
 def systems_named(experiment: Experiment, names: Iterable[str]) -> list[System]:

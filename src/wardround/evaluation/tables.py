@@ -20,7 +20,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, the power of 100 that its fractions are shown in, and which end is good.
+    """A column: its heading, the power of 100 that its fractions are shown in, which end is good, and whether it ranks.
 
     `scale` is 100 for a share in percent and 10,000 for a variance of percentages.
     """
@@ -28,6 +28,7 @@ class Column:
     heading: str
     scale: float = 100.0
     higher_is_better: bool = True
+    ranked: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, rows in the order to show (those that stand apart first), and what the figures are."""
+    """Columns, rows in the order to show (those that stand apart first), what the figures are, what heads the rows."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     caption: str
+    corner: str = "method"
 
 
 SUMMARY_COLUMNS = {
@@ -91,7 +93,7 @@ def results_table(
     rows = [_row(result, model, clients, result["method"] not in apart) for result in shown]
     rows.sort(key=lambda row: row.ranked)
     seeds = sorted({len(result["seeds"]) for result in shown})
-    return Table(_title(model), columns, tuple(_with_ranks(rows, columns)), _caption(seeds))
+    return Table(_title(model), columns, tuple(with_ranks(rows, columns)), _caption(seeds))
 
 
 def _common_clients(results: Sequence[Results]) -> tuple[str, ...]:
@@ -111,12 +113,12 @@ def _row(result: Results, model: ModelKind, clients: Sequence[str], ranked: bool
     part = result if model == "personal" else result["global"]
     several = len(result["seeds"]) > 1
     spreads = [over_seeds(part["clients"][name]["balanced_accuracy"]) for name in clients]
-    cells = [_cell(spread, 100.0, several) for spread in spreads]
-    cells += [_cell(part["summary"][key], column.scale, several) for key, column in SUMMARY_COLUMNS.items()]
+    cells = [spread_cell(spread, 100.0, several) for spread in spreads]
+    cells += [spread_cell(part["summary"][key], column.scale, several) for key, column in SUMMARY_COLUMNS.items()]
     return Row(result["label"], tuple(cells), ranked)
 
 
-def _cell(spread: Spread, scale: float, several: bool) -> Cell:
+def spread_cell(spread: Spread, scale: float, several: bool) -> Cell:
     """`mean ± std`, or the mean alone for one seed, whose spread nobody knows."""
     mean, std = spread["mean"], spread["std"]
     if mean is None or std is None:
@@ -125,14 +127,16 @@ def _cell(spread: Spread, scale: float, several: bool) -> Cell:
     return Cell(text, mean, std)
 
 
-def _with_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Row]:
+def with_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Row]:
     """The rows, with ranks 1 and 2 in each column among those that are ranked."""
     ranks = [_ranks([row.cells[i] for row in rows if row.ranked], column) for i, column in enumerate(columns)]
     return [_ranked_row(row, ranks, columns) if row.ranked else row for row in rows]
 
 
 def _ranks(cells: Sequence[Cell], column: Column) -> dict[float, int]:
-    """Figure as shown -> rank, for the two best distinct figures of a column."""
+    """Figure as shown -> rank, for the two best distinct figures of a column; none where it does not rank."""
+    if not column.ranked:
+        return {}
     figures = {_as_shown(cell, column) for cell in cells} - {None}
     ordered = sorted((f for f in figures if f is not None), reverse=column.higher_is_better)
     return {figure: place + 1 for place, figure in enumerate(ordered[:2])}
@@ -181,16 +185,16 @@ def transposed(table: Table) -> Table:
     rows = tuple(
         Row(column.heading, tuple(row.cells[i] for row in table.rows)) for i, column in enumerate(table.columns)
     )
-    return Table(table.title, columns, rows, table.caption)
+    return Table(table.title, columns, rows, table.caption, corner="")
 
 
-def to_rich(table: Table, corner: str = "method") -> rich.table.Table:
-    """The table for a terminal; rows that stand apart come first, above a line. `corner` heads the rows' names."""
+def to_rich(table: Table) -> rich.table.Table:
+    """The table for a terminal; rows that stand apart come first, above a line."""
     import rich.table
     from rich.markup import escape
 
     drawn = rich.table.Table(title=table.title, caption=table.caption)
-    drawn.add_column(corner, overflow="fold")
+    drawn.add_column(table.corner, overflow="fold")
     for column in table.columns:
         drawn.add_column(escape(column.heading), justify="right", overflow="fold")
     for here, following in zip(table.rows, (*table.rows[1:], None), strict=True):

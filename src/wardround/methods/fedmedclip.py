@@ -127,5 +127,5 @@ class FedMedCLIP(Method):
         return prompts_of(client.model).logits(client.model.features(inputs).float())
 
     def predicts_alone(self, model: Classifier) -> bool:
-        """The prompts do."""
-        return True
+        """The prompts do, where an attention is shared."""
+        return self.aggregate

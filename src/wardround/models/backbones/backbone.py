@@ -37,6 +37,19 @@ class Normalise(nn.Module):
         """
         if images.dtype != torch.uint8:
             raise TypeError(f"images must be uint8, found {images.dtype}")
+        return self._normalised(images)
+
+    def of_pixels(self, pixels: Tensor) -> Tensor:
+        """float32 `(B, H, W, C)` in 0..1 to what `forward` makes of the same images as uint8, to within rounding.
+
+        Gradients pass. Raises InputError as `forward` does.
+        """
+        if not pixels.is_floating_point():
+            raise TypeError(f"pixels must be floating-point numbers in 0..1, found {pixels.dtype}")
+        return self._normalised(255 * pixels)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """`(B, H, W, C)` in 0..255 to float32 `(B, channels, H, W)`."""
         if images.shape[-1] not in (1, len(self.scale)):
             raise InputError(f"images have {images.shape[-1]} channels, the backbone takes {len(self.scale)}")
         planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
