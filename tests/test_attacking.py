@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
+from encoder_fixtures import written
 from experiment_fixtures import TINY
 from wardround import attacking
 from wardround.attacking import Attack, Settings, attack_images, loss_signs, moved, noise_signs
@@ -144,14 +145,7 @@ def test_pixels_become_what_their_images_become() -> None:
 def encoder(tmp_path: Path) -> Classifier:
     """FedMedCLIP on a CLIP with few and narrow layers."""
     pytest.importorskip("open_clip", reason="extra `clip` not installed")
-    tiny = {
-        "embed_dim": 24,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16},
-        "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
-    }
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny))
-    options = ModelOptions(backbone=f"open_clip:{file}", pretrained=False, finetune_blocks=0, dropout=0.0)
+    options = ModelOptions(backbone=written(tmp_path), pretrained=False, finetune_blocks=0, dropout=0.0)
     model = build_classifier(options, ("naevus", "melanoma"), 3, SIZE, seed=0)
     FedMedCLIP(hidden=16).edit(model, SIZE)
     return model.eval()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from encoder_fixtures import TINY, written
 from wardround.errors import InputError, MissingExtra
 from wardround.methods.base import FedAvg, Method
 from wardround.methods.trial import Network, Trial
@@ -32,20 +33,7 @@ from wardround.models.encoders.text import TokenTower, freeze
 from wardround.models.text_head import CosineHead, UnitLength
 
 BRIDGE = "bridge:lite0-minilm"
-TINY: dict[str, Any] = {
-    "embed_dim": 24,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16},
-    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
-}
-"""A CLIP with few and narrow layers, and the whole vocabulary."""
 SENTENCES = ["a picture of a melanoma.", "a dermoscopy image of a naevus, at the back"]
-
-
-def written(folder: Path, **changes: Any) -> str:
-    """A backbone's name for a file with the tiny configuration."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(TINY | changes))
-    return f"open_clip:{file}"
 
 
 @pytest.fixture
@@ -576,7 +564,9 @@ def test_anchors_teach_words(
     anchored = load_backbone(BRIDGE, pretrained=True, image_size=64, seed=0, anchors=str(file))
     save_file(bridge_weights.fit(file, image_size=64), tmp_path / "anchored.safetensors")
     saved = load_backbone(BRIDGE, pretrained=str(tmp_path / "anchored.safetensors"), image_size=64, seed=0)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(anchored.parameters(), saved.parameters(), strict=True))
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(anchored.parameters(), saved.parameters(), strict=True)
+    )
     new = [np.asarray(pattern(kind, 100 + seed)) for kind in words for seed in range(5)]
     batch = anchored.normalise(torch.from_numpy(np.stack(new)))
     text = functional.normalize(anchored.text.encode(list(words.values())), dim=1)

@@ -221,9 +221,9 @@ def load_exported(file: Path) -> TrainedModel:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{file}: not a model that `wardround export` wrote ({error})") from error
     experiment = experiment_from(about["experiment"], str(file))
-    changes: dict[str, Any] = {"anchors": None}  # every weight is in the file, but those of a text side
-    if not experiment.bound_method().predicts_with_text:
-        changes["pretrained"] = False
+    # Every weight is in the file, but those of a text side.
+    weights = _text_weights(experiment, file) if experiment.bound_method().predicts_with_text else False
+    changes = {"anchors": None, "pretrained": weights}
     bare = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
     method, model = build_model(bare, about["classes"])
     memory = under(MEMORY, state)
@@ -233,6 +233,17 @@ def load_exported(file: Path) -> TrainedModel:
         about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), memory,
         about["which"],
     )  # fmt: skip
+
+
+def _text_weights(experiment: Experiment, file: Path) -> bool | str:
+    """Where the text side's weights are: a file of theirs lies beside the exported one, or in the current folder."""
+    named = experiment.model.pretrained
+    if not isinstance(named, str):
+        return named
+    places = [folder / named for folder in (file.parent, Path())]
+    if not any(place.exists() for place in places):
+        raise InputError(f"{file}: predicts with its encoder's text side; put {named!r} beside it")
+    return str(next(place for place in places if place.exists()))
 
 
 def _read_run(folder: Path) -> tuple[Experiment, dict[str, Any]]:

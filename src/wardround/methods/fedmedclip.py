@@ -25,6 +25,7 @@ from wardround.models.classifier import Classifier
 from wardround.models.feature_attention import Activation, FeatureAttention, Norm, PrivateMLP
 from wardround.models.masked_linear import Surrogate, settle
 from wardround.models.prompts import Prompts
+from wardround.models.text_head import CosineHead
 from wardround.training.client import Client, Step
 
 
@@ -76,7 +77,9 @@ class FedMedCLIP(Method):
         """
         need_prompts(model, self.name)
         model.neck = FeatureAttention(model.head.in_features, self.norm, self.activation, self.surrogate)
-        model.head = PrivateMLP(model.head.in_features, model.head.out_features, self.hidden, self.surrogate)  # type: ignore[assignment]
+        size, classes = model.head.in_features, model.head.out_features
+        private = PrivateMLP(size, classes, self.hidden, self.surrogate)
+        model.head = private if self.private_mlp else CosineHead(prompts_of(model), size)  # type: ignore[assignment]
 
     def rules(self, model: Classifier) -> Rules:
         """FAM is shared; the classifier is local, whatever `model.head` says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,18 @@ def reference_slope(x: Tensor) -> Tensor:
     return (x.abs() > 1).to(x.dtype)
 
 
+class Mask(NamedTuple):
+    """What decides which outputs are kept.
+
+    Attributes:
+        above: `u - kappa`, `(outputs,)`.
+        kept: its step, 1 or 0, `(outputs,)`.
+    """
+
+    above: Tensor
+    kept: Tensor
+
+
 class _MaskedProduct(torch.autograd.Function):
     """`m * (W x + b)` with all its gradients in one go; without `masks_bias`, `m * (W x) + b`.
 
@@ -38,34 +50,28 @@ class _MaskedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        threshold: Tensor,
-        kept: Tensor,
-        slope: Tensor,
-        masks_bias: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, mask: Mask, surrogate: Surrogate
     ) -> Tensor:
         """The product, `(B, out)`."""
+        masks_bias = surrogate == "dst"
         product = functional.linear(x, weight, bias if masks_bias else None)
-        ctx.save_for_backward(x, weight, product, kept, slope)
-        ctx.masks_bias = masks_bias
-        return product * kept if masks_bias else product * kept + bias
+        ctx.save_for_backward(x, weight, product, *mask)
+        ctx.surrogate = surrogate
+        return product * mask.kept if masks_bias else product * mask.kept + bias
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Of x, W, b and kappa."""
-        x, weight, product, kept, slope = ctx.saved_tensors
-        whole = gradients[0]
+        x, weight, product, above, kept = ctx.saved_tensors
+        whole, is_dst = gradients[0], ctx.surrogate == "dst"
         passed = whole * kept
-        pull = slope * (whole * product).sum(0)
+        pull = (dst_slope if is_dst else reference_slope)(above) * (whole * product).sum(0)
         of_weight = passed.T @ x
         if bool(pull.any()):
             of_weight.addcmul_(weight.sign(), (pull / weight.shape[1])[:, None])
-        of_bias = (passed if ctx.masks_bias else whole).sum(0)
+        of_bias = (passed if is_dst else whole).sum(0)
         of_x = passed @ weight if ctx.needs_input_grad[0] else None
-        return of_x, of_weight, of_bias, -pull, None, None, None
+        return of_x, of_weight, of_bias, -pull, None, None
 
 
 class MaskedLinear(nn.Module):
@@ -105,41 +111,33 @@ class MaskedLinear(nn.Module):
 
     def mask(self) -> Tensor:
         """1 for an output that is kept, else 0, `(outputs,)`."""
-        return self._kept(self._size() - self.threshold.detach())
+        return self._mask(settled=False).kept
 
     def forward(self, x: Tensor) -> Tensor:
         """`(B, inputs)` to `(B, outputs)`. In training, thresholds are first brought within bounds."""
-        size = self._size()
-        if self.training and torch.is_grad_enabled():
-            self._settle(size)
-        above = size - self.threshold.detach()
-        kept = self._kept(above)
-        slope = (dst_slope if self.surrogate == "dst" else reference_slope)(above)
-        product: Tensor = _MaskedProduct.apply(
-            x, self.weight, self.bias, self.threshold, kept, slope, self.surrogate == "dst"
-        )
+        mask = self._mask(settled=self.training and torch.is_grad_enabled())
+        product: Tensor = _MaskedProduct.apply(x, self.weight, self.bias, self.threshold, mask, self.surrogate)
         return product
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Keep kappa within bounds; where the mask has collapsed, begin anew with all outputs."""
-        self._settle(self._size())
+        self._mask(settled=True)
 
     @torch.no_grad()
-    def _settle(self, size: Tensor) -> None:
-        self.threshold.clamp_(-LARGEST, LARGEST)
-        if self.surrogate == "dst" and float(self._kept(size - self.threshold).mean()) <= FEWEST:
+    def _mask(self, settled: bool) -> Mask:
+        """The mask as W and kappa are; with `settled`, kappa is brought within bounds first."""
+        size = self.weight.abs().mean(1)
+        if settled:
+            self.threshold.clamp_(-LARGEST, LARGEST)
+        mask = self._step(size - self.threshold)
+        if settled and self.surrogate == "dst" and float(mask.kept.mean()) <= FEWEST:
             self.threshold.zero_()
+            mask = self._step(size)
+        return mask
 
-    @torch.no_grad()
-    def _size(self) -> Tensor:
-        """u: the mean of each row's absolute weights, `(outputs,)`."""
-        return self.weight.abs().mean(1)
-
-    def _kept(self, above: Tensor) -> Tensor:
-        """The step of u - kappa."""
+    def _step(self, above: Tensor) -> Mask:
         kept = above >= 0 if self.surrogate == "dst" else above > REFERENCE_MARGIN
-        return kept.to(above.dtype)
+        return Mask(above, kept.to(above.dtype))
 
 
 def settle(module: nn.Module) -> None:
