@@ -1,9 +1,9 @@
 """Every benchmark, one after the other: `python benchmarks/run.py --all`, or name those you want.
 
-    python benchmarks/run.py [--all] [rounds] [memory] [steps] [methods] [--quick] [--out DIR]
+    python benchmarks/run.py [--all] [rounds] [memory] [steps] [methods] [frozen] [extraction] [--quick] [--out DIR]
 
-Prints tables and writes JSON. Each part can be run alone, with more choices: see rounds.py, steps.py and methods.py.
-parity.py is not among them: it needs other people's code.
+Prints tables and writes JSON. Each part can be run alone, with more choices: see rounds.py, steps.py, methods.py,
+frozen.py and extraction.py. parity.py is not among them: it needs other people's code.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+import extraction
+import frozen
 import methods
 import rounds
 import steps
 import tables
 from wardround.methods.registry import METHODS
 
-PARTS = ("rounds", "memory", "steps", "methods")
+PARTS = ("rounds", "memory", "steps", "methods", "frozen", "extraction")
 
 
 def main() -> None:
@@ -42,6 +44,10 @@ def main() -> None:
     if "methods" in chosen:
         load = rounds.Workload("small", 3, 20) if args.quick else rounds.WORKLOADS["W1"]
         methods.run(args.out, list(METHODS), load, 1 if args.quick else 7, [2, 6] if args.quick else [20, 500])
+    if "frozen" in chosen:
+        frozen.run(args.out, 1 if args.quick else 10, [1, 2], list(frozen.CHOICES))
+    if "extraction" in chosen:
+        extraction.run(args.out, 64 if args.quick else 256, 1 if args.quick else 3)
 
 
 if __name__ == "__main__":

@@ -296,3 +296,16 @@ def test_views_have_files_of_their_own(tmp_path: Path, counted: list[int]) -> No
         maker(classifier(), tmp_path, policy="light", augment_views=2).inputs(client, pictures(), training=True)
     assert counted == [9] * 4
     assert len(list((tmp_path / "prefix").glob("*.npy"))) == 4
+
+
+def test_frozen_blocks_in_bfloat16_are_near_and_kept_apart(tmp_path: Path) -> None:
+    """Cached and uncached alike; another precision never reads the file of this one."""
+    model, data = classifier(), pictures()
+    exact = maker(model, tmp_path).inputs("a", data, training=False).batch(ROWS, None)
+    coarse = maker(model, tmp_path, frozen_precision="bfloat16").inputs("a", data, training=False).batch(ROWS, None)
+    uncached = maker(model, cache=False, frozen_precision="bfloat16").inputs("a", data, training=False)
+    assert coarse.dtype == torch.float32
+    assert not torch.equal(exact, coarse)
+    assert float((coarse - exact).norm() / exact.norm()) < 0.02
+    torch.testing.assert_close(uncached.batch(ROWS, None), coarse, rtol=1e-2, atol=1e-2)
+    assert len(list((tmp_path / "prefix").iterdir())) == 2

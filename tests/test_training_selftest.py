@@ -98,12 +98,19 @@ def test_shifts_are_not_tried_without_large_depthwise_kernels(clock: dict[str, A
     assert {setting[1] for setting in clock["measured"]} == {"library"}
 
 
-def test_nothing_is_measured_where_nothing_trains(clock: dict[str, Any]) -> None:
-    frozen = plain().requires_grad_(False)
-    assert chosen(choose_arithmetic(frozen, TrainingOptions(**AUTO), 20, CPU, None)) == (
-        "contiguous", "library", "float32", "off",
-    )  # fmt: skip
-    assert not clock["measured"]
+def test_where_no_block_trains_only_the_layout_is_tried(clock: dict[str, Any]) -> None:
+    clock["seconds"] = {"channels_last": 0.5}
+    frozen = Network("torchvision:efficientnet_b0", 32, 0).model(FedAvg())
+    found = choose_arithmetic(frozen, TrainingOptions(**AUTO), 32, CPU, None)
+    assert chosen(found) == ("channels_last", "library", "float32", "off")
+    assert len(clock["measured"]) == 2
+
+
+def test_frozen_blocks_are_timed_where_none_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that trains nothing at all can be timed too."""
+    monkeypatch.setattr(selftest, "SECONDS", 0.0)
+    frozen = Network("wardround:cnn-bn", 20, 0).model(FedAvg()).requires_grad_(False)
+    assert selftest.seconds_a_step(frozen, TrainingOptions(memory_format="contiguous"), 20, CPU) > 0
 
 
 def test_the_answer_is_remembered(clock: dict[str, Any], tmp_path: Path) -> None:

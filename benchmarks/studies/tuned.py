@@ -1,4 +1,4 @@
-"""A tuned comparison on one federation, as one command that may be stopped and goes on: search, runs, page, kept runs."""
+"""A tuned comparison on one federation as one command, which may be stopped and goes on: search, runs, page."""
 
 from __future__ import annotations
 

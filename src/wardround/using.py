@@ -81,7 +81,9 @@ class TrainedModel:
             seed=self.experiment.seed,
             model=self.model,
             rules=self.method.rules(self.model),
-            inputs=ImageInputs(self.model, data, size, "none", device),
+            inputs=ImageInputs(
+                self.model, data, size, "none", device, self.experiment.training.frozen_precision
+            ),
             labels=torch.from_numpy(data.labels),
             counts=torch.tensor(self.counts),
             options=self.experiment.training,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +53,11 @@ class PrefixCache:
     def inputs(self, client: str, samples: Samples, training: bool) -> Inputs:
         """Inputs for `samples`: a training split (augmented as configured) or one to evaluate on."""
         augmented = training and self.policy != "none"
-        images = ImageInputs(self.model, samples, self.size, self.policy, self.device)
+        precision = self.options.frozen_precision
+        images = ImageInputs(self.model, samples, self.size, self.policy, self.device, precision)
         views = self.options.augment_views if augmented else 1
         if not self.options.cache or not len(self.model.frozen) or views == 0 or len(samples) == 0:
-            return images if augmented else ImageInputs(self.model, samples, self.size, "none", self.device)
+            return images if augmented else replace(images, policy="none")
         parts = [self._view(client, images, view if augmented else None) for view in range(views)]
         return CachedInputs(parts, self.device, layout(self.options))
 
@@ -105,6 +106,8 @@ class PrefixCache:
             self.device.type,
             frozen_layout,
         ]
+        if self.options.frozen_precision != "float32":
+            parts.append(self.options.frozen_precision)
         if view is not None:
             parts += [images.policy, view, self.seed, client]
         return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:32]

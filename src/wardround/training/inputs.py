@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from wardround.errors import InputError
 from wardround.models.classifier import Classifier
 
 PREFIX_BATCH = 64
+FrozenPrecision = Literal["float32", "bfloat16"]
 
 
 class Inputs(Protocol):
@@ -70,6 +71,7 @@ class ImageInputs:
     size: int
     policy: Policy
     device: torch.device
+    precision: FrozenPrecision = "float32"
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -81,7 +83,9 @@ class ImageInputs:
             images = centre_crop(images, self.size)
         else:
             images = augment(images, self.policy, self.size, stream)
-        return self.model.prefix(self.model.prepare(torch.from_numpy(images).to(self.device)))
+        prepared = self.model.prepare(torch.from_numpy(images).to(self.device))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            return self.model.prefix(prepared).float()
 
 
 def prefix_outputs(inputs: ImageInputs, stream: np.random.Generator | None, dtype: torch.dtype) -> Tensor:

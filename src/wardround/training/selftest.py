@@ -41,7 +41,7 @@ CHOICES = {
 def choose_arithmetic(
     model: Classifier, options: TrainingOptions, image_size: int, device: torch.device, folder: Path | None
 ) -> TrainingOptions:
-    """Replace every `auto` of `CHOICES` by what trains `model` fastest.
+    """Replace every `auto` of `CHOICES` by what trains `model` fastest, or where no block trains, runs it fastest.
 
     Args:
         model: an edited model on `device`; it is copied, not changed.
@@ -54,8 +54,9 @@ def choose_arithmetic(
     if "depthwise" in undecided and (device.type != "cpu" or not has_large_depthwise(model.tuned)):
         options = options.model_copy(update={"depthwise": "library"})
         undecided.remove("depthwise")
-    if not any(parameter.requires_grad for parameter in model.parameters()):  # nothing trains: nothing to measure
-        return options.model_copy(update={key: CHOICES[key][0] for key in undecided})
+    if not len(model.tuned):  # a head computes as it does; what takes time is to run the frozen blocks, once
+        options = options.model_copy(update={key: CHOICES[key][0] for key in undecided if key != "memory_format"})
+        undecided = [key for key in undecided if key == "memory_format"]
     if not undecided:
         return options
     file = folder / "arithmetic.json" if folder else None
@@ -102,43 +103,51 @@ def _layouts(undecided: Sequence[str]) -> list[dict[str, str]]:
 def seconds_a_step(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> float:
     """The best of a few training steps of a copy of `model` on random images, in seconds, after one to warm up.
 
+    Of a model none of whose blocks train, it is the time of the frozen ones.
+
     One thread of a processor is timed by its own clock, which stands still while others use the processor.
     """
     if options.compile == "on":
         torch.compiler.reset()  # its cache counts the networks measured before as variants of this one
     trial = copy.deepcopy(model).to(memory_format=layout(options))
     images = torch.randint(0, 256, (options.batch_size, image_size, image_size, model.channels), dtype=torch.uint8)
-    inputs = trial.prefix(trial.prepare(images.to(device)))
+    prepared = trial.prepare(images.to(device))
+    clock = time.thread_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
+    if not len(trial.tuned):
+        return _best(lambda: _seconds(lambda: trial.prefix(prepared), clock, device))
+    inputs = trial.prefix(prepared)
     if inputs.dim() == 4:
         inputs = inputs.contiguous(memory_format=layout(options))
     compile_if_asked(trial, options)
     optimizer = torch.optim.SGD([p for p in trial.parameters() if p.requires_grad], options.lr)
     trial.train()
-    clock = time.thread_time if device.type == "cpu" and options.threads == 1 else time.perf_counter
-    _step(trial, inputs, options, optimizer, clock)
+    return _best(lambda: _seconds(lambda: _step(trial, inputs, options, optimizer), clock, device))
+
+
+def _best(measure: Callable[[], float]) -> float:
+    """The smallest of a few measurements, after one to warm up."""
+    measure()
     times: list[float] = []
     while len(times) < STEPS or sum(times) < SECONDS:
-        times.append(_step(trial, inputs, options, optimizer, clock))
+        times.append(measure())
     return min(times)
 
 
-def _step(
-    model: Classifier,
-    inputs: Tensor,
-    options: TrainingOptions,
-    optimizer: torch.optim.Optimizer,
-    clock: Callable[[], float],
-) -> float:
-    labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+def _seconds(work: Callable[[], object], clock: Callable[[], float], device: torch.device) -> float:
     start = clock()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def _step(model: Classifier, inputs: Tensor, options: TrainingOptions, optimizer: torch.optim.Optimizer) -> None:
+    labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
     optimizer.zero_grad(set_to_none=True)
     with single_image_statistics(model, len(inputs)), arithmetic(options, inputs.device):
         logits = model(inputs)
     nn.functional.cross_entropy(logits.float(), labels).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    if inputs.device.type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - start
 
 
 def _key(model: Classifier, options: TrainingOptions, image_size: int, device: torch.device) -> str:
