@@ -16,6 +16,7 @@ from wardround.evaluation.metrics import (
     evaluate_probabilities,
     from_confusion,
     merge_confusions,
+    reliability,
     softmax,
 )
 
@@ -149,3 +150,12 @@ def test_softmax_is_stable_and_shift_invariant() -> None:
     logits = np.array([[1000.0, 1000.0 + np.log(3)], [-1000.0, -1000.0]])
     assert softmax(logits) == pytest.approx(np.array([[0.25, 0.75], [0.5, 0.5]]))
     assert softmax(np.zeros((0, 4))).shape == (0, 4)
+
+
+def test_reliability_counts_every_answer_once_in_the_bin_of_its_confidence() -> None:
+    probabilities = np.array([[0.95, 0.05], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
+    images, right, confidence = reliability(probabilities, np.array([0, 0, 0, 1]), bins=10)
+    assert np.flatnonzero(images).tolist() == [6, 7, 9]
+    assert images[[6, 7, 9]].tolist() == [1, 1, 2]
+    assert right[[6, 7, 9]].tolist() == [1, 0, 1]
+    np.testing.assert_allclose(confidence[[6, 7, 9]], [0.6, 0.7, 1.95])

@@ -14,6 +14,7 @@ from experiment_fixtures import tiny
 from wardround.data.options import DataOptions
 from wardround.data.read import place_records, read_federation
 from wardround.errors import InputError
+from wardround.evaluation.metrics import evaluate_probabilities, softmax
 from wardround.evaluation.predictions import read_predictions
 from wardround.evaluation.results import merge_results
 from wardround.experiment import run, set_up
@@ -180,3 +181,19 @@ def test_seeds_are_put_together_and_the_report_shows_them(tmp_path: Path) -> Non
     mean = 100 * float(np.mean(merged["held_out"]["site-03"]["accuracy"]))
     assert grid.rows[0][:4] == ("fedavg", "site-03", "21", f"{mean:.1f}")
     assert "## Sites that never trained" in render(record)
+
+
+def test_the_overview_has_means_and_pooled_figures(tmp_path: Path) -> None:
+    """Against the stored predictions, put together by hand."""
+    results = run(tiny(rounds=1), tmp_path / "run")
+    grid = sections.overview(load(tmp_path / "run"))
+    assert grid is not None
+    found = read_predictions(tmp_path / "run")
+    labels, logits = (np.concatenate(parts) for parts in zip(*found.values(), strict=True))
+    pooled = evaluate_probabilities(softmax(logits), labels)
+    mean = np.mean([client["accuracy"][0] for client in results["clients"].values()])
+    row = dict(zip(grid.headings, grid.rows[0], strict=True))
+    assert row["accuracy, mean"] == f"{100 * mean:.1f}"
+    assert row["accuracy, pooled"] == f"{100 * (pooled['accuracy'] or 0):.1f}"
+    assert row["AUROC, pooled"] == f"{100 * (pooled['auroc'] or 0):.1f}"
+    assert row["balanced accuracy, pooled"] == f"{100 * results['summary']['pooled_balanced_accuracy']['mean']:.1f}"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from wardround.report import heatmaps, plots
+from wardround.report.calibration import reliability_diagram
 from wardround.report.plots import Dot, Series
 from wardround.report.words import duration, listed, percent, plural, signed, size
 
@@ -42,6 +43,15 @@ def test_confusion_heat_map_is_in_percent_of_the_true_class() -> None:
     svg = heatmaps.confusion_heatmap("m", ["x", "y"], np.array([[3, 1], [0, 0]]))
     assert "each true class: x 75 %." in alternative(svg)
     assert {"75", "25", "x (4)", "y (0)"} <= set(texts(svg))
+
+
+def test_a_reliability_diagram_says_its_points_and_its_error() -> None:
+    """Four answers at 0.9 with three right, one at 0.5 that is wrong: (|3 - 3.6| + |0 - 0.5|) / 5 = 0.22."""
+    images, right, confidence = np.zeros(10), np.zeros(10), np.zeros(10)
+    images[[5, 9]], right[[5, 9]], confidence[[5, 9]] = (1, 4), (0, 3), (0.5, 3.6)
+    said = alternative(reliability_diagram("m", images, right, confidence))
+    assert "5 answers, calibration error 22.0 %" in said
+    assert "50 % sure, 0 % right; 90 % sure, 75 % right" in said
 
 
 def test_colours_come_from_the_page() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wardround.report.svg import INK, MUTED, PAPER, drawing, series_colour, shorten
+from wardround.report.svg import INK, MUTED, PAPER, drawing, series_colour
 
 Bins = NDArray[np.float64]
 
@@ -22,13 +22,12 @@ def reliability_diagram(title: str, images: Bins, right: Bins, confidence: Bins)
     used = np.flatnonzero(images)
     share, sure = right[used] / images[used], confidence[used] / images[used]
     error = float(np.abs(right - confidence).sum() / images.sum())
-    with drawing(300, 230, edges=(42, 28, 8, 38)) as canvas:
+    with drawing(300, 230, edges=(42, 8, 8, 38)) as canvas:
         axes = canvas.axes
         axes.bar((used + 0.5) / len(images), share, 0.94 / len(images), color=series_colour(0), edgecolor=PAPER)
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
         axes.plot(sure, share, color=INK, linewidth=0, marker="o", markersize=3.4)
         axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.set_title(shorten(title, 40), color=INK, loc="left", x=-0.13)
         axes.set_xlabel("confidence", labelpad=2)
         axes.set_ylabel("right", labelpad=2)
         return canvas.svg(
