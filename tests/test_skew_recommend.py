@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from experiment_fixtures import tiny
 from report_fixtures import write_compare
 from wardround.data.federation import ClientData, Federation, Samples, samples
+from wardround.data.read import read_federation
+from wardround.errors import InputError
+from wardround.measuring import measure_skew
 from wardround.methods.registry import METHODS
+from wardround.methods.trial import Network
+from wardround.models.backbones.registry import has_text
 from wardround.report.page import write_report
 from wardround.skew.analyse import analyse_skew
 from wardround.skew.labels import jensen_shannon_matrix, label_distribution
@@ -283,3 +290,25 @@ def test_the_report_gives_the_advice(tmp_path: Path) -> None:
     assert "What these differences suggest" not in write_report(folder).read_text(), "an older file has no advice"
     (folder / "skew" / "skew.json").write_text(json.dumps(skew | {"recommendation": recommend(skew, MADE_UP)}))
     assert "Worth trying first: norms (feature), align (feature, label)" in write_report(folder).read_text()
+
+
+def test_methods_on_text_are_only_advised_on_an_encoder() -> None:
+    named = {
+        name
+        for kind in measure_skew(tiny(), read_federation(tiny().data, 0), permutations=20)["recommendation"]["kinds"]
+        for name in kind["methods"]
+    }
+    assert named, "the tiny federation is skewed"
+    assert not named & {name for name, kind in METHODS.items() if kind.needs_text}
+    assert METHODS["fedmedclip"].needs_text
+    assert METHODS["facmic"].needs_text
+    assert has_text("bridge:lite0-minilm")
+    assert has_text("open_clip:ViT-B-32/openai")
+    assert not has_text("timm:resnet18")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in METHODS.items() if kind.needs_text])
+def test_a_method_that_needs_text_says_so_on_a_network_without(name: str) -> None:
+    kind = METHODS[name]
+    with pytest.raises(InputError, match=f"has no text side, which {re.escape(name)} needs"):
+        Network("wardround:resnet4-lib", 32, 0).model(kind())

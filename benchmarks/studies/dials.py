@@ -38,6 +38,7 @@ PAGE, PICTURE = ROOT / "docs" / "which-method.md", ROOT / "docs" / "pictures" / 
 KINDS = ("none", "feature", "label", "quantity", "concept")
 REFERENCES = ("isolated", "fedavg")
 MEASURE = "unweighted_average"
+ON_IMAGES = tuple(name for name, kind in METHODS.items() if not kind.needs_text)
 BEGIN, END = "<!-- written by benchmarks/studies/dials.py -->", "<!-- end -->"
 
 Comparisons = Mapping[str, Mapping[str, Any]]  # `comparison.json` by kind of skew
@@ -209,7 +210,7 @@ def finished(out: Path) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated, as of `compare`; default: all")
+    parser.add_argument("--methods", default=",".join(ON_IMAGES), help="comma-separated, as of `compare`; default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "dials")

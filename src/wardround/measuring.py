@@ -13,6 +13,7 @@ from wardround.data import Federation, Samples
 from wardround.data.transforms import centre_crop
 from wardround.experiment import pick_device
 from wardround.methods.registry import METHODS
+from wardround.models.backbones.registry import has_text
 from wardround.models.classifier import build_classifier
 from wardround.skew.analyse import analyse_skew
 from wardround.skew.mmd import Bandwidth, Estimator
@@ -33,7 +34,7 @@ def measure_skew(
 ) -> dict[str, Any]:
     """`skew.json`: labels, quantity, and the features of the backbone before any fine-tuning (PAFP, section V).
 
-    It ends with which methods to try first, of those that are registered.
+    It ends with which methods to try first, of those that are registered and go with the backbone.
 
     Args:
         experiment: its backbone and image size are used.
@@ -52,7 +53,9 @@ def measure_skew(
         squared=squared,
         bandwidth=bandwidth,
     )
-    return found | {"recommendation": recommend(found, {name: kind.skews for name, kind in METHODS.items()})}
+    text = has_text(experiment.model.backbone)
+    known = {name: kind.skews for name, kind in METHODS.items() if text or not kind.needs_text}
+    return found | {"recommendation": recommend(found, known)}
 
 
 def backbone_features(experiment: Experiment, classes: int) -> Callable[[Samples], np.ndarray]:

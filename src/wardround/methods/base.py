@@ -71,6 +71,7 @@ class Method(Options):
     individual: ClassVar[bool] = False
     optional_statistics: ClassVar[bool] = False
     predicts_from_memory: ClassVar[bool] = False
+    needs_text: ClassVar[bool] = False
     predicts_with_text: ClassVar[bool] = False
     transductive: ClassVar[bool] = False
 

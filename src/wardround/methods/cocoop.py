@@ -68,6 +68,7 @@ class CoCoOp(Method):
     citation: ClassVar[str] = "Zhou, Yang, Loy, Liu. Conditional Prompt Learning for Vision-Language Models. CVPR 2022."
     skews: ClassVar[tuple[str, ...]] = ("feature", "label")
     travels: ClassVar[str] = "the context: L token embeddings; the meta-net: two linear layers"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = (
         "the text side runs forwards and backwards in every step, and forwards in predicting, once a class and image"

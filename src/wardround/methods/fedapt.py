@@ -48,6 +48,7 @@ class FedAPT(Method):
     travels: ClassVar[str] = (
         "the context: L token embeddings for every class; the domain head, a row a client; which clients have trained"
     )
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = (
         "the text side runs forwards and backwards in every step, once a class; in predicting, once a class and key"

@@ -30,6 +30,7 @@ class FedCLIP(Method):
     )
     skews: ClassVar[tuple[str, ...]] = ("feature",)
     travels: ClassVar[str] = "the adapter: two linear layers"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
 
     weights: Weights = "uniform"
@@ -61,6 +62,7 @@ class CLIPZeroShot(Method):
         "Radford et al. Learning Transferable Visual Models From Natural Language Supervision. ICML 2021."
     )
     travels: ClassVar[str] = "nothing"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = "none; nothing is trained"
 

@@ -52,6 +52,7 @@ class FedMedCLIP(Method):
     )
     skews: ClassVar[tuple[str, ...]] = ("feature", "label")
     travels: ClassVar[str] = "the attention over features: two masked linear layers with their thresholds"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "the private classifier, its batch norms included"
     extra_cost: ClassVar[str] = "none; the encoder runs once"
 

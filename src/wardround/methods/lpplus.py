@@ -52,6 +52,7 @@ class LPPlus(Method):
     )
     skews: ClassVar[tuple[str, ...]] = ("feature", "label")
     travels: ClassVar[str] = "a prototype and a number for each class; once, sums over the features of each class"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = "none; the encoder runs once, and a client's features are in memory together"
 

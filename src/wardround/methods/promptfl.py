@@ -58,6 +58,7 @@ class PromptFL(Method):
     )
     skews: ClassVar[tuple[str, ...]] = ("feature", "label")
     travels: ClassVar[str] = "the context: L token embeddings, or L for every class"
+    needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = "the text side runs forwards and backwards in every step, once a class"
 

@@ -56,6 +56,11 @@ def load_backbone(
     return backbone
 
 
+def has_text(name: str) -> bool:
+    """Whether the backbone called `name` has a text side. InputError for a name of no source."""
+    return _resolve(name)[0].has_text
+
+
 def _resolve(name: str) -> tuple[Source, str]:
     """Split `timm:resnet18` into its source and the architecture."""
     prefix, colon, architecture = name.partition(":")

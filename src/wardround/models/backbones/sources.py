@@ -19,6 +19,7 @@ class Source(ABC):
     """One prefix of backbone names: `timm`, `torchvision` or `wardround`."""
 
     prefix: str
+    has_text: bool = False
 
     @abstractmethod
     def build(self, architecture: str, *, channels: int, image_size: int) -> nn.Module:

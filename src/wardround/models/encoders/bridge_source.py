@@ -35,6 +35,7 @@ class BridgeSource(Source):
     """
 
     prefix = "bridge"
+    has_text = True
 
     def build(self, architecture: str, *, channels: int, image_size: int) -> nn.Module:
         """Lite0 and the projection with random weights. InputError for another name than `lite0-minilm`."""

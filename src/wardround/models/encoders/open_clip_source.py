@@ -33,6 +33,7 @@ class OpenClipSource(Source):
     """
 
     prefix = "open_clip"
+    has_text = True
 
     def build(self, architecture: str, *, channels: int, image_size: int) -> nn.Module:
         """Both towers with random weights, in float32. InputError for unknown names and wrong configurations.
