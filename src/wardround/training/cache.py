@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wardround import seeds
@@ -21,8 +22,7 @@ from wardround.training.arithmetic import layout
 from wardround.training.inputs import PREFIX_BATCH, CachedInputs, ImageInputs, Inputs, prefix_outputs
 from wardround.training.options import TrainingOptions
 
-# NumPy has no bfloat16: its bits are kept as int16.
-_FILE_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.bfloat16: np.int16}
+OUTPUTS = "outputs"  # the tensor's name in a file
 
 
 @dataclass
@@ -65,7 +65,7 @@ class PrefixCache:
         """Outputs `(N, ...)` for one view: from a file when one has them, else computed and kept in one."""
         if self.folder is None:
             return self._compute(client, images, view)
-        file = self.folder / "prefix" / f"{self._key(client, images, view)}.npy"
+        file = self.folder / "prefix" / f"{self._key(client, images, view)}.safetensors"
         kept = _load(file)
         if kept is None:
             computed = self._compute(client, images, view)
@@ -74,9 +74,8 @@ class PrefixCache:
                 return computed
         if kept.nbytes <= self.budget:
             self.budget -= kept.nbytes
-            kept = np.array(kept)
-        tensor = torch.from_numpy(kept)
-        return tensor.view(self._dtype) if tensor.dtype != self._dtype else tensor
+            kept = kept.clone()
+        return kept
 
     def _compute(self, client: str, images: ImageInputs, view: int | None) -> Tensor:
         stream = None if view is None else seeds.numpy_stream(self.seed, "view", view, client)
@@ -132,21 +131,18 @@ def _is_channels_last(module: torch.nn.Module) -> bool:
     return any(not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
 
-def _load(file: Path) -> np.ndarray | None:
-    """The array in `file`, mapped so that writing to it would not reach the file; None if unreadable."""
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        array: np.ndarray = np.load(file, mmap_mode="c")
-        return array
+def _load(file: Path) -> Tensor | None:
+    """The outputs in `file`, mapped so that writing to them would not reach the file; None if unreadable."""
+    with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as opened:
+        outputs: Tensor = opened.get_tensor(OUTPUTS)
+        return outputs
     return None
 
 
 def _save(file: Path, tensor: Tensor) -> bool:
     """Keep `tensor` in `file`; False when the disk does not let us, which costs time but no result."""
-    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    buffer = io.BytesIO()
-    np.save(buffer, array.numpy())
     try:
-        write_atomically(file, buffer.getvalue(), durable=False)
+        write_atomically(file, safetensors.torch.save({OUTPUTS: tensor}), durable=False)
     except OSError:
         return False
     return True
