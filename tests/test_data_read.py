@@ -244,7 +244,7 @@ def test_stored_size_has_a_margin_for_the_random_crop():
         {"source": "table", "path": "x", "split": "official"},
         {"source": "table", "path": "x", "partition": {"kind": "column"}},
         {"source": "table", "path": "x", "partition": {"column": "a"}},
-        {"source": "phantoms", "partition": {"kind": "dirichlet"}},
+        {"source": "phantoms", "partition": {"kind": "column", "column": "a"}},
         {"source": "phantoms", "val_fraction": 0.5, "test_fraction": 0.5},
         {"source": "phantoms", "channels": 2},
         {"source": "phantoms", "image_sise": 3},

@@ -140,10 +140,10 @@ class DecodedCache:
         """Write an entry, the JSON file last; each file appears whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         data, card = self._files(key)
-        with _atomic(data) as file:
+        with atomically(data) as file:
             np.save(file, decoded.images)
         facts = {"rows": len(decoded.images), "crc32": _checksum(decoded.images), "bad": decoded.bad}
-        with _atomic(card) as file:
+        with atomically(card) as file:
             file.write(json.dumps(facts).encode())
         self._prune(keep=key)
 
@@ -169,7 +169,7 @@ def _checksum(images: Images, step: int = 1 << 26) -> int:
 
 
 @contextlib.contextmanager
-def _atomic(target: Path) -> Iterator[IO[bytes]]:
+def atomically(target: Path) -> Iterator[IO[bytes]]:
     """A file that replaces `target` when the block ends well, and vanishes otherwise."""
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".part")
     try:

@@ -24,7 +24,7 @@ def assign_clients(listing: Listing, options: PartitionOptions, seed: int) -> tu
 
     A group is never divided between clients by a random deal. Where records have splits, each split is dealt
     by the same plan, so that a client's test images are like its training images. InputError where a site or
-    a column is empty or unknown, or where `min_size` cannot be met.
+    a column is empty or unknown, or where `min_size` or `min_test_size` cannot be met.
     """
     records = listing.records
     if options.kind == "site":
@@ -50,24 +50,36 @@ def _by_column(listing: Listing, column: str) -> tuple[str, ...]:
 
 
 def _deal(listing: Listing, options: PartitionOptions, seed: int) -> NDArray[np.int64]:
-    """The number of every record's client; redrawn until each client has `min_size` training images."""
+    """The number of every record's client; redrawn until each has `min_size` images to train, `min_test_size` to test.
+
+    A split that the source does not give is drawn later, from what is to train here.
+    """
     labels, splits, groups = codes(listing)
-    trains = np.array([record.split in ("train", "") for record in listing.records])
+    kept = {"train": options.min_size, "test": options.min_test_size}
+    inside = {name: np.array([(record.split or "train") == name for record in listing.records]) for name in kept}
+    if options.min_test_size and not inside["test"].any():
+        raise InputError(f"{listing.origin}: partition.min_test_size needs images that are said to be for testing")
     rng = numpy_stream(seed, "data/partition")
     draw, _ = KINDS[options.kind]
     counts = np.bincount(labels, minlength=len(listing.label_space))
-    smallest = -1
+    best = dict.fromkeys(kept, -1)
     for _ in range(_ATTEMPTS):
         plan = draw(counts, options.clients, options.alpha, rng)
         clients = _deal_groups(options.kind, plan, labels, splits, groups, rng)
-        sizes = np.bincount(clients[trains], minlength=options.clients)
-        smallest = max(smallest, int(sizes.min()))
-        if sizes.min() >= options.min_size:
+        least = {name: _smallest(clients[rows], options.clients) for name, rows in inside.items()}
+        best = {name: max(best[name], least[name]) for name in kept}
+        if all(least[name] >= kept[name] for name in kept):
             return clients
     raise InputError(
-        f"partition: in {_ATTEMPTS} draws the smallest client had at most {smallest} training images,"
-        f" min_size asks for {options.min_size}; lower min_size or clients, or raise alpha"
+        f"partition: in {_ATTEMPTS} draws the smallest client had at most {best['train']} training and {best['test']}"
+        f" test images, min_size asks for {options.min_size} and min_test_size for {options.min_test_size}; lower them"
+        " or clients, or raise alpha"
     )
+
+
+def _smallest(clients: NDArray[np.int64], number: int) -> int:
+    """How many records the client with the fewest has."""
+    return int(np.bincount(clients, minlength=number).min())
 
 
 def _deal_groups(

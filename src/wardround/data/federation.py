@@ -47,6 +47,10 @@ class Samples:
         """Images per class, shape `(classes,)`, as far as they are told."""
         return np.bincount(self.labels[self.labels != WITHHELD], minlength=classes).astype(np.int64)
 
+    def modality_counts(self, modalities: int) -> NDArray[np.int64]:
+        """Images per modality, shape `(modalities,)`."""
+        return np.bincount(self.modality, minlength=modalities).astype(np.int64)
+
 
 def samples(
     images: NDArray[np.uint8],

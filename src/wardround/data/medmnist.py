@@ -46,9 +46,9 @@ def read_medmnist(path: Path | None, flag: str | None, size: int) -> Listing:
     if path is not None and path.suffix == ".npz":
         return read_npz(path, flag or _flag_of(path))
     flag = _known(flag or "")
-    file = (path or _default_root()) / file_name(flag, size)
+    file = (path or default_root()) / file_name(flag, size)
     if not file.is_file():
-        _download(flag, size, file)
+        download(flag, size, file)
     return read_npz(file, flag)
 
 
@@ -127,12 +127,12 @@ def _labels(file: Path, split: str) -> NDArray[np.int64]:
     return array.reshape(len(array)).astype(np.int64)
 
 
-def _default_root() -> Path:
+def default_root() -> Path:
     """The folder in which the package `medmnist` keeps its files."""
     return Path.home() / ".medmnist"
 
 
-def _download(flag: str, size: int, file: Path) -> None:
+def download(flag: str, size: int, file: Path) -> None:
     """Let `medmnist` fetch one file into its folder; InputError with what to do where it cannot."""
     import medmnist
 

@@ -7,13 +7,15 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from wardround.data.benchmark_options import BratsOptions, Isic2019Options, SliceOptions
+from wardround.data.benchmark_options import BratsOptions, Isic2019Options, MimhOptions, SliceOptions
 from wardround.data.images import Decoding, Resize
 from wardround.data.phantoms.options import PhantomOptions
 from wardround.data.transforms import STORED_OVER_CROP, Policy
 from wardround.options import Options
 
-Source = Literal["table", "folders", "medmnist", "fed-isic", "isic2019", "brats", "rsna-ich", "bladder-mri", "phantoms"]
+Source = Literal[
+    "table", "folders", "medmnist", "mimh", "fed-isic", "isic2019", "brats", "rsna-ich", "bladder-mri", "phantoms"
+]  # fmt: skip
 PartitionKind = Literal["site", "column", "modality", "dirichlet", "dirichlet-hsu", "quantity"]
 
 
@@ -47,6 +49,9 @@ class PartitionOptions(Options):
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration: the smaller, the more the clients differ")
     column: str | None = Field(None, description='the column of kind = "column"')
     min_size: int = Field(1, ge=0, description="redraw until every client has this many training images")
+    min_test_size: int = Field(
+        0, ge=0, description="and this many test images; the source must say which images are for testing"
+    )
 
     @model_validator(mode="after")
     def _column_is_named(self) -> Self:
@@ -62,8 +67,8 @@ class DataOptions(Options):
     path: str | None = Field(
         None,
         description="table: the CSV file or the folder of metadata.csv; folders: that of site/class/image;"
-        " medmnist: an .npz file or the folder of it; fed-isic: FLamby's folder or a table;"
-        " isic2019, brats, rsna-ich, bladder-mri: the folder that the published files are in",
+        " medmnist: an .npz file or the folder of it; mimh: the folder of the .npz files; fed-isic: FLamby's folder"
+        " or a table; isic2019, brats, rsna-ich, bladder-mri: the folder that the published files are in",
     )
     image_size: int = Field(128, ge=8, description="side of the square images that a model sees (pixels)")
     channels: Literal[1, 3] = Field(3, description="3: colour, grey repeated thrice; 1: grey")
@@ -111,10 +116,11 @@ class DataOptions(Options):
     )
     test_fraction: float = Field(0.2, ge=0, lt=1, description="test share where the source has none")
     flag: str | None = Field(None, description="medmnist: which set, such as pneumoniamnist")
-    size: Literal[28, 64, 128, 224] = Field(28, description="medmnist: side of the stored images (pixels)")
+    size: Literal[28, 64, 128, 224] = Field(28, description="medmnist, mimh: side of the stored images (pixels)")
     fold_file: str | None = Field(
         None, description="fed-isic: FLamby's file train_test_split, where it is not in `path`"
     )
+    mimh: MimhOptions = Field(default_factory=MimhOptions, description="mimh: which sets, and how many images")
     isic2019: Isic2019Options = Field(default_factory=Isic2019Options, description="isic2019: which images")
     brats: BratsOptions = Field(default_factory=BratsOptions, description="brats: which patients at which site")
     slices: SliceOptions = Field(default_factory=SliceOptions, description="brats, bladder-mri: which slices")
@@ -132,7 +138,7 @@ class DataOptions(Options):
 
     @model_validator(mode="after")
     def _source_has_what_it_needs(self) -> Self:
-        if self.path is None and self.source not in ("medmnist", "phantoms"):
+        if self.path is None and self.source not in ("medmnist", "mimh", "phantoms"):
             raise ValueError(f'source = "{self.source}" needs data.path')
         if self.source == "medmnist" and self.flag is None and not (self.path or "").endswith(".npz"):
             raise ValueError('source = "medmnist" needs data.flag, or data.path to an .npz file')
@@ -156,6 +162,6 @@ class DataOptions(Options):
             raise ValueError(
                 "phantoms make their own sites, which min_site_images and common_classes do not choose from"
             )
-        if self.source == "phantoms" and self.partition.kind != "site":
-            raise ValueError("phantoms make their own sites: set data.phantoms.clients instead of data.partition")
+        if self.source == "phantoms" and self.partition.kind == "column":
+            raise ValueError('phantoms have no columns: partition.kind = "column" does not go with them')
         return self

@@ -20,9 +20,11 @@ from wardround.data.federation import SPLITS, ClientData, Federation, Samples, S
 from wardround.data.folders import read_folders
 from wardround.data.isic2019 import read_isic2019
 from wardround.data.medmnist import read_medmnist
+from wardround.data.mimh import capped_sets, in_label_space, read_mimh
 from wardround.data.narrowing import narrowed
 from wardround.data.options import DataOptions
 from wardround.data.records import Listing, Record, natural_order, require, some
+from wardround.data.redealing import redealt
 from wardround.data.rsna_ich import read_rsna_ich
 from wardround.data.setting_apart import set_apart
 from wardround.data.split_records import assign_splits, settle_splits
@@ -81,7 +83,7 @@ def read_federation(
         tuple(client for client in everyone if client.name not in placement.held_out),
         placement.listing.label_space,
         f"{options.source}: {_source_name(options, base)}",
-        _modalities(placement.listing.records),
+        _modalities(placement.listing),
         notes,
         tuple(client for client in everyone if client.name in placement.held_out),
     )
@@ -89,7 +91,7 @@ def read_federation(
 
 def _source_name(options: DataOptions, base: Path) -> str:
     if options.path is None:
-        return options.flag or ""
+        return ", ".join(options.mimh.used) if options.source == "mimh" else options.flag or ""
     path = source_path(options.path, base)
     return (path.parent if path.name == "metadata.csv" else path).resolve().name
 
@@ -104,6 +106,8 @@ def list_records(options: DataOptions, base: Path = Path()) -> Listing:
     path = None if options.path is None else source_path(options.path, base)
     if options.source == "medmnist":
         return read_medmnist(path, options.flag, options.size)
+    if options.source == "mimh":
+        return read_mimh(path, options.mimh, options.size)
     if path is None:
         raise InputError(f'data.source = "{options.source}" needs data.path')
     if options.source == "folders":
@@ -129,12 +133,12 @@ def place_records(options: DataOptions, seed: int, base: Path = Path(), alone: b
         raise InputError(f"{listing.origin}: no images are listed")
     for field in ("name", "label"):
         require(field, listing.records, listing.origin, "Fill them in or remove the rows.")
-    listing, apart = set_apart(narrowed(listing, options), options, seed)
+    listing, apart = set_apart(capped_sets(narrowed(listing, options), options, seed), options, seed)
     listing = settle_splits(listing, options)
     clients = assign_clients(listing, options.partition, seed)
     splits, notes = assign_splits(listing, clients, options, seed)
     untrained = _untrained_notes(listing.records, clients, splits)
-    listing = replace(listing, records=listing.records + apart.records)
+    listing = in_label_space(replace(listing, records=listing.records + apart.records), options)
     clients, splits = (*clients, *apart.sites), (*splits, *apart.splits)
     if not alone:
         check_trained(listing.records, splits, listing.origin)
@@ -234,7 +238,7 @@ def _assemble(placement: Placement, order: NDArray[np.int64], decoded: Decoded) 
     good = np.ones(len(order), dtype=bool)
     good[list(decoded.bad)] = False
     space = {label: number for number, label in enumerate(placement.listing.label_space)}
-    kinds = {name: number for number, name in enumerate(_modalities(placement.listing.records))}
+    kinds = {name: number for number, name in enumerate(_modalities(placement.listing))}
     clients: list[ClientData] = []
     asked = given = 0
     for client, by_split in placement.rows.items():
@@ -258,8 +262,10 @@ def _samples(
     )
 
 
-def _modalities(records: Sequence[Record]) -> tuple[str, ...]:
-    return natural_order(record.modality or "image" for record in records)
+def _modalities(listing: Listing) -> tuple[str, ...]:
+    """Those that occur, in the order of the source or else in natural order."""
+    found = {record.modality or "image" for record in listing.records}
+    return tuple(name for name in listing.modalities if name in found) or natural_order(found)
 
 
 def _phantoms(options: DataOptions, seed: int) -> Federation:
@@ -270,17 +276,19 @@ def _phantoms(options: DataOptions, seed: int) -> Federation:
     _need_sites("sites", options.sites or (), made.names)
     wanted = [client for client in made.clients if options.sites is None or client.name in options.sites]
     _need_sites("held_out", options.held_out, [client.name for client in wanted])
-    kept = [for_testing(client) if client.name in options.held_out else client for client in wanted]
-    capped = tuple(_cap_client(client, options, seed) for client in kept)
+    apart = [for_testing(client) for client in wanted if client.name in options.held_out]
+    ours = [client for client in wanted if client.name not in options.held_out]
+    ours, dealt = (ours, ()) if options.partition.kind == "site" else redealt(ours, made, options.partition, seed)
+    whole = [*ours, *apart]
+    capped = tuple(_cap_client(client, options, seed) for client in whole)
     notes = tuple(
         f"{old.name}: {split} capped at {len(new.split(split))} of {len(old.split(split))} images"
-        for old, new in zip(kept, capped, strict=True)
+        for old, new in zip(whole, capped, strict=True)
         for split in SPLITS
         if len(new.split(split)) < len(old.split(split))
     )
-    train = tuple(client for client in capped if client.name not in options.held_out)
-    apart = tuple(client for client in capped if client.name in options.held_out)
-    return replace(made, clients=train, notes=made.notes + notes, held_out=apart)
+    train, held_out = capped[: len(ours)], capped[len(ours) :]
+    return replace(made, clients=train, notes=(*made.notes, *dealt, *notes), held_out=held_out)
 
 
 def _need_sites(key: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -82,6 +82,7 @@ class Listing:
         classes: the label space in its order; empty where it is the sorted labels of the records.
         notes: sentences for the report.
         sites: the order of the sites; empty where it is the natural order of their names.
+        modalities: the same for modalities.
     """
 
     records: tuple[Record, ...]
@@ -89,6 +90,7 @@ class Listing:
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ()
 
     @property
     def label_space(self) -> tuple[str, ...]:
