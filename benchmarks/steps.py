@@ -134,9 +134,10 @@ def _ours(shape: Shape, options: TrainingOptions, data: Samples) -> Work:
     cache = PrefixCache(model, options, shape.size, "none", 0, CPU, budget=2**31, folder=None)
     counts, rules = torch.from_numpy(data.counts(CLASSES)), method.rules(model)
     inputs, labels = cache.inputs("client", data, training=True), torch.from_numpy(data.labels)
+    modality = torch.from_numpy(data.modality)
 
     def train() -> None:
-        method.train(Client("client", 1, 0, model, rules, inputs, labels, counts, options), "train")
+        method.train(Client("client", 1, 0, model, rules, inputs, labels, modality, counts, options), "train")
 
     return train
 

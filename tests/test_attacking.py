@@ -157,7 +157,7 @@ def test_the_gradient_passes_the_frozen_encoder_and_the_ensemble(encoder: Classi
     client = Client(
         name="a", round=1, seed=0, model=encoder, rules=method.rules(encoder),
         inputs=ImageInputs(encoder, nothing, SIZE, "none", torch.device("cpu")), labels=torch.zeros(0),
-        counts=torch.ones(2), options=TrainingOptions(),
+        modality=torch.zeros(0), counts=torch.ones(2), options=TrainingOptions(),
     )  # fmt: skip
 
     def predict(pixels: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ NOT_APPLICABLE: dict[str, frozenset[str] | set[str]] = {
     "isolated": {"nothing is shared", "nothing that is shared is averaged"},
     "fedproto": OWN_WAY | {"nothing is shared"},
     **dict.fromkeys(("dbe", "lp++"), frozenset({"a round has several exchanges"})),
-    **dict.fromkeys(("scaffold", "fedco2", "fdse", "ccvr", "fedlora"), OWN_WAY),
+    **dict.fromkeys(("scaffold", "fedco2", "fdse", "ccvr", "fedlora", "fm2"), OWN_WAY),
 }
 
 

@@ -153,7 +153,7 @@ def beginning(method: FACMIC, target: Tensor) -> Step:
     client = loaded(trial(method), "large")
     client.scratch = {"taken": 1000, "target": itertools.repeat(target)}
     client.model.eval()  # else the second look at the same step would find other running statistics
-    return Step(client, 0, next(iter(client.steps(1))).inputs, torch.arange(4))
+    return replace(next(iter(client.steps(1))), labels=torch.arange(4))
 
 
 def images(seed: int, count: int = 6) -> Tensor:

@@ -30,7 +30,7 @@ from wardround.federation.rules import Owner
 from wardround.federation.store import Store
 from wardround.methods.base import Method, ServerSide
 from wardround.models.classifier import Classifier
-from wardround.models.logit_corrector import LogitCorrector
+from wardround.models.label_counts import KnowsLabelCounts
 from wardround.training.arithmetic import compile_if_asked
 from wardround.training.cache import PrefixCache
 from wardround.training.client import Client
@@ -175,6 +175,7 @@ class Answerer:
             rules=self.side.rules,
             inputs=self.client_inputs(name, "train"),
             labels=torch.from_numpy(train.labels),
+            modality=torch.from_numpy(train.modality),
             counts=counts,
             options=self.options,
             received=self._own(message.under("target")),
@@ -281,25 +282,36 @@ class Answerer:
         """A model's logits `(N, C)`, float32, on one split; those of the personal one unless told otherwise."""
         client.model.eval()
         inputs = self.client_inputs(client.name, split)
-        return logits_in_batches(predict or self.method.predict, client, inputs, len(samples), EVALUATION_BATCH)
+        modality = torch.from_numpy(samples.modality)
+        return logits_in_batches(
+            predict or self.method.predict, client, inputs, len(samples), EVALUATION_BATCH, modality
+        )
 
 
-def logits_in_batches(predict: Predict, client: Client, inputs: Inputs, count: int, size: int) -> np.ndarray:
-    """The logits `(N, C)`, float32, of the `count` images of `inputs`, `size` images at a time."""
+def logits_in_batches(
+    predict: Predict, client: Client, inputs: Inputs, count: int, size: int, modality: Tensor | None = None
+) -> np.ndarray:
+    """The logits `(N, C)`, float32, of the `count` images of `inputs`, `size` images at a time.
+
+    `modality`, int64 `(count,)`, is what `client.shown` tells of each batch; None where it is not known.
+    """
     parts = [torch.zeros(0, len(client.counts))]
     with torch.inference_mode():
         for start in range(0, count, size):
             rows = torch.arange(start, min(start + size, count))
             batch = inputs.batch(rows, None)  # before `arithmetic`, which is for the trained blocks alone
+            client.shown = None if modality is None else modality[rows].to(client.device)
             with client.arithmetic():
                 parts.append(predict(client, batch).float().cpu())
+    client.shown = None
     return torch.cat(parts).numpy()
 
 
 def set_label_counts(model: Classifier, counts: Tensor) -> None:
-    """Tell a logit corrector, if the model has one, the client's training images per class `(C,)`."""
-    if isinstance(model.corrector, LogitCorrector):
-        model.corrector.set_counts(counts)
+    """Tell every part of the model that asks for them the client's training images per class `(C,)`."""
+    for module in model.modules():
+        if isinstance(module, KnowsLabelCounts):
+            module.set_counts(counts)
 
 
 def resumable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

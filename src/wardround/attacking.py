@@ -121,6 +121,8 @@ def pixel_predictor(trained: TrainedModel, data: Samples) -> Predict:
     client = trained.as_client(data, next(model.parameters()).device)
 
     def predict(pixels: Tensor) -> Tensor:
+        shown = trained.shown(len(pixels))
+        client.shown = None if shown is None else shown.to(client.device)
         return trained.predictor(client, model.inputs_of_pixels(pixels)).float()
 
     return predict

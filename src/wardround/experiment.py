@@ -35,7 +35,7 @@ from wardround.federation.store import ClientStore, Store
 from wardround.federation.transport import Transport
 from wardround.holding_out import HELD_OUT, HeldOut
 from wardround.methods.base import Method, ServerSide
-from wardround.models.classifier import Classifier, build_classifier
+from wardround.models.classifier import ONE_MODALITY, Classifier, build_classifier
 from wardround.recording import Recorder
 from wardround.report.images import save_samples
 from wardround.training.allocation import keep_memory
@@ -96,7 +96,7 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     data = read_federation(experiment.data, experiment.seed) if federation is None else federation
     if not any(len(client.train) for client in data.clients):
         raise InputError(f"{data.source}: no client has a training image")
-    method, model = build_model(experiment, data.classes)
+    method, model = build_model(experiment, data.classes, data.modalities)
     if method.transductive and not (data.held_out or data.is_elsewhere):
         raise InputError(
             f"method.name = {method.name}: it looks at the unlabelled images of sites that never train; name them in "
@@ -111,14 +111,16 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder)
 
 
-def build_model(experiment: Experiment, classes: int | Sequence[str]) -> tuple[Method, Classifier]:
+def build_model(
+    experiment: Experiment, classes: int | Sequence[str], modalities: Sequence[str] = ONE_MODALITY
+) -> tuple[Method, Classifier]:
     """The experiment's method, and its model as the method wants it, with initial weights.
 
-    `classes` are their names, which an encoder's text side needs, or how many there are.
+    `classes` are their names, which an encoder's text side needs, or how many there are; `modalities` the federation's.
     """
     method, data = experiment.bound_method(), experiment.data
     model = build_classifier(
-        experiment.model, classes, data.channels, data.image_size, experiment.seed, experiment.text
+        experiment.model, classes, data.channels, data.image_size, experiment.seed, experiment.text, modalities
     )
     with seeds.torch_scope(experiment.seed, "edit"):
         method.edit(model, data.image_size)

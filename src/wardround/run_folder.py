@@ -135,8 +135,9 @@ def check_same_federation(out: Path, federation: Federation) -> None:
     if not file.exists():
         return
     then, now = json.loads(file.read_text(encoding="utf-8")), describe_federation(federation)
-    if then["classes"] != now["classes"]:
-        raise InputError(f"{out}: began with the classes {then['classes']}, data.path now has {now['classes']}")
+    for words in ("classes", "modalities"):
+        if then[words] != now[words]:
+            raise InputError(f"{out}: began with the {words} {then[words]}, data.path now has {now[words]}")
     before, after = ({client["name"]: client["counts"] for client in roster["clients"]} for roster in (then, now))
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
@@ -189,16 +190,21 @@ def cores() -> int:
 
 
 def describe_federation(federation: Federation) -> dict[str, Any]:
-    """`federation.json`: who has how many images of what."""
+    """`federation.json`: who has how many images of what, training images of each modality too where they are here."""
     counts = {split: federation.counts(split).tolist() for split in SPLITS}
+    elsewhere, kinds = federation.is_elsewhere, len(federation.modalities)
     return {
         "source": federation.source,
         "classes": list(federation.classes),
         "modalities": list(federation.modalities),
         "notes": list(federation.notes),
         "clients": [
-            {"name": name, "counts": {split: counts[split][i] for split in SPLITS}}
-            for i, name in enumerate(federation.names)
+            {
+                "name": client.name,
+                "counts": {split: counts[split][i] for split in SPLITS},
+                "modality_counts": None if elsewhere else client.train.modality_counts(kinds).tolist(),
+            }
+            for i, client in enumerate(federation.clients)
         ],
         "held_out": [
             {"name": site.name, "counts": site.test.counts(len(federation.classes)).tolist()}

@@ -49,6 +49,7 @@ class TrainedModel:
         counts: the client's training images per class.
         memory: what the method kept at the client.
         which: of the client's models.
+        modality: of all the client's training images, an index into `model.modalities`; None where they have several.
     """
 
     client: str
@@ -59,13 +60,21 @@ class TrainedModel:
     counts: tuple[int, ...]
     memory: dict[str, Tensor]
     which: Which = "personal"
+    modality: int | None = None
 
     def logits(self, images: np.ndarray) -> np.ndarray:
-        """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores."""
+        """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores.
+
+        Where the client knows one modality, they are taken to be of it; else theirs counts as unknown.
+        """
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
         client = self.as_client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
-        return logits_in_batches(self.predictor, client, client.inputs, len(data), BATCH)
+        return logits_in_batches(self.predictor, client, client.inputs, len(data), BATCH, self.shown(len(data)))
+
+    def shown(self, count: int) -> Tensor | None:
+        """The modality of `count` new images, int64 `(count,)` on the processor; None where it is not known."""
+        return None if self.modality is None else torch.full((count,), self.modality)
 
     @property
     def predictor(self) -> Predict:
@@ -81,10 +90,9 @@ class TrainedModel:
             seed=self.experiment.seed,
             model=self.model,
             rules=self.method.rules(self.model),
-            inputs=ImageInputs(
-                self.model, data, size, "none", device, self.experiment.training.frozen_precision
-            ),
+            inputs=ImageInputs(self.model, data, size, "none", device, self.experiment.training.frozen_precision),
             labels=torch.from_numpy(data.labels),
+            modality=torch.from_numpy(data.modality),
             counts=torch.tensor(self.counts),
             options=self.experiment.training,
             memory={name: tensor.to(device) for name, tensor in self.memory.items()},
@@ -114,7 +122,7 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
             f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
             "are kept at its end: finish it with --resume, or take --model server"
         )
-    method, model = build_model(experiment, roster["classes"])
+    method, model = build_model(experiment, roster["classes"], roster["modalities"])
     stored = checkpoint.client(client)
     model.load_state_dict(under(STATE, stored), strict=False)
     if method.rules(model).names(Owner.SHARED):
@@ -127,8 +135,15 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
     set_label_counts(model, torch.tensor(counts))
     model.to(pick_device(experiment.training.device)).eval()
     return TrainedModel(
-        client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored), which
-    )
+        client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored), which,
+        _only(entries[client]["modality_counts"]),
+    )  # fmt: skip
+
+
+def _only(counts: Sequence[int] | None) -> int | None:
+    """The one modality that has images; None where several have, or that is not known."""
+    present = [number for number, count in enumerate(counts or ()) if count]
+    return present[0] if len(present) == 1 else None
 
 
 def _chosen(folder: Path, client: str | None, names: Sequence[str]) -> str:
@@ -189,6 +204,8 @@ def export(trained: TrainedModel, file: Path) -> None:
         "classes": trained.classes,
         "counts": trained.counts,
         "which": trained.which,
+        "modalities": trained.model.modalities,
+        "modality": trained.modality,
         "experiment": _without_places(trained.experiment),
     }
     remembered = named(MEMORY, trained.memory) if trained.method.predicts_from_memory else {}
@@ -227,13 +244,13 @@ def load_exported(file: Path) -> TrainedModel:
     weights = _text_weights(experiment, file) if experiment.bound_method().predicts_with_text else False
     changes = {"anchors": None, "pretrained": weights}
     bare = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
-    method, model = build_model(bare, about["classes"])
+    method, model = build_model(bare, about["classes"], about["modalities"])
     memory = under(MEMORY, state)
     model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})
     set_label_counts(model, torch.tensor(about["counts"]))
     return TrainedModel(
         about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), memory,
-        about["which"],
+        about["which"], about["modality"],
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def prepare(folder: Path, insecure: bool) -> Post:
     if settings.pretrained is not None:
         weights = str((folder / settings.pretrained).resolve())
         experiment = experiment.changed({"model.pretrained": weights}, str(folder / SERVER))
-    method, model = build_model(experiment, agreement.parties.classes)
+    method, model = build_model(experiment, agreement.parties.classes, agreement.parties.modalities)
     side = ServerSide(method, model, experiment.data.image_size)
     return Post(folder, agreement, experiment, settings, insecure, side, frozen_digest(side, model))
 

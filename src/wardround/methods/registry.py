@@ -30,6 +30,7 @@ from wardround.methods.fedprox import FedProx
 from wardround.methods.fedrep import FedRep
 from wardround.methods.fedrod import FedRoD
 from wardround.methods.finetune import FineTuning
+from wardround.methods.fm2 import FM2
 from wardround.methods.isolated import Isolated
 from wardround.methods.lpplus import LPPlus
 from wardround.methods.moon import MOON
@@ -46,7 +47,7 @@ METHODS: dict[str, type[Method]] = {
         *(Isolated, FedAvg, FineTuning, FedHealth),
         *(FedProx, SCAFFOLD, MOON, FedLC, CCVR),
         *(FedBN, FedPer, FedRep, FedProto, Ditto, PerFedAvg, FedRoD, DBE, FedCO2, FDSE),
-        *(PAFP, PAFPAlt),
+        *(PAFP, PAFPAlt, FM2),
         *(FedMedCLIP, CLIPZeroShot, FedCLIP, FACMIC, LPPlus, FedLoRA, PromptFL, CoCoOp, FedAPT),
     )
 }

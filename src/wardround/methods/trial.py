@@ -49,6 +49,7 @@ CLIENTS: dict[str, tuple[int, ...]] = {
 }
 HELD_OUT = "elsewhere"  # a site that is no client
 CLASSES = 4
+MODALITIES = ("photograph", "scan")
 ROUNDS = 3
 # Thirteen images make batches of four, four and five; every `auto` is decided, so that trials are alike everywhere.
 TRAINING: dict[str, Any] = {
@@ -129,7 +130,7 @@ class Network:
             dropout=self.dropout,
             logit_corrector=self.logit_corrector,
         )
-        model = build_classifier(options, CLASSES, 3, self.image_size, seed)
+        model = build_classifier(options, CLASSES, 3, self.image_size, seed, modalities=MODALITIES)
         if self.text:
             tower = MadeUpText(model.head.in_features)
             model.prompts = prompts_for(tower, tuple("wxyz"), TextOptions(), 100.0, seed)
@@ -318,7 +319,8 @@ class Bench:
 
 
 def tiny_federation(counts: Mapping[str, Sequence[int]], size: int) -> Federation:
-    """Noise images `(size, size, 3)` that are brighter the higher their class, and differ in tone by client.
+    """Noise images `(size, size, 3)` that are brighter the higher their class, and differ in tone by client. What they
+    are called takes turns between the modalities.
 
     Each client has `counts` training images a class, one test image a class, and validation images if it trains. A
     held-out site, for methods that are transductive, has two images a class.
@@ -334,7 +336,7 @@ def tiny_federation(counts: Mapping[str, Sequence[int]], size: int) -> Federatio
     )
     nothing, images = (_images(HELD_OUT, "test", [number] * CLASSES, size) for number in (0, 2))
     apart = ClientData(HELD_OUT, nothing, nothing, images)
-    return Federation(clients, tuple("wxyz"), "trial", held_out=(apart,))
+    return Federation(clients, tuple("wxyz"), "trial", MODALITIES, held_out=(apart,))
 
 
 def _images(client: str, split: str, wanted: Sequence[int], size: int) -> Samples:
@@ -343,4 +345,5 @@ def _images(client: str, split: str, wanted: Sequence[int], size: int) -> Sample
     noise = stream.integers(0, 120, (len(labels), size, size, 3))
     tone = stream.integers(0, 40, 3)
     images = (noise + tone + 30 * labels[:, None, None, None]).astype(np.uint8)
-    return samples(images, labels, [f"{client}/{split}/{i}" for i in range(len(labels))])
+    names = [f"{client}/{split}/{i}" for i in range(len(labels))]
+    return samples(images, labels, names, np.arange(len(labels)) % len(MODALITIES))

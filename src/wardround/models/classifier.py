@@ -18,6 +18,7 @@ from wardround.models.text_head import AttentionAdapter, CosineHead, UnitLength
 from wardround.seeds import torch_scope
 
 Depth = int | Literal["all"]
+ONE_MODALITY = ("image",)  # what images are where no source tells them apart
 
 
 class Frozen(nn.Sequential):
@@ -56,6 +57,7 @@ class Classifier(nn.Module):
         prompts: the classes in the encoder's text side, frozen; the identity where there is none.
         extras: what a method keeps beside the network, by name; empty, until a method puts something there.
         local_head: whether the head is meant to stay at its client; methods' rules ask.
+        modalities: names of the kinds of images that the federation has.
         name: the backbone's.
     """
 
@@ -68,6 +70,7 @@ class Classifier(nn.Module):
         dropout: float | None = None,
         corrector: nn.Module | None = None,
         local_head: bool = False,
+        modalities: Sequence[str] = ONE_MODALITY,
     ) -> None:
         super().__init__()
         cut = _first_tuned(backbone, finetune_blocks)
@@ -82,7 +85,7 @@ class Classifier(nn.Module):
         self.neck: nn.Module = nn.Identity()
         self.dropout = nn.Dropout(backbone.dropout if dropout is None else dropout)
         self.head = nn.Linear(backbone.features, classes)
-        self.local_head = local_head
+        self.local_head, self.modalities = local_head, tuple(modalities)
         self.corrector: nn.Module = nn.Identity() if corrector is None else corrector
         self.prompts: nn.Module = nn.Identity()
         self.extras = nn.ModuleDict()
@@ -155,12 +158,13 @@ def build_classifier(
     image_size: int,
     seed: int,
     text: TextOptions | None = None,
+    modalities: Sequence[str] = ONE_MODALITY,
 ) -> Classifier:
     """The model that an experiment file asks for; the same seed gives the same weights everywhere.
 
     `classes` are their names, which an encoder's text side needs, or how many there are. `channels` and `image_size`
-    (pixels) are those of the images, `text` the words for classes. Raises InputError as `load_backbone` does,
-    and for a number of blocks that the backbone does not have.
+    (pixels) are those of the images, `text` the words for classes, `modalities` the kinds of images that the federation
+    has. Raises InputError as `load_backbone` does, and for a number of blocks that the backbone does not have.
     """
     backbone = load_backbone(
         options.backbone,
@@ -181,6 +185,7 @@ def build_classifier(
             dropout=options.dropout,
             corrector=corrector,
             local_head=options.head == "local",
+            modalities=modalities,
         )
     if backbone.text is not None and not isinstance(classes, int):
         model.prompts = prompts_for(backbone.text, classes, text or TextOptions(), backbone.logit_scale, seed)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from wardround.models.label_counts import KnowsLabelCounts
 from wardround.models.options import CorrectorKind
 
 
-class LogitCorrector(nn.Module):
+class LogitCorrector(nn.Module, KnowsLabelCounts):
     """Correct logits z `(B, classes)` for the label frequencies of one client.
 
     With n_c the client's training images of class c and pi_c = (n_c + 1) / (N + C):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ class Client:
         rules: who owns each entry of the model.
         inputs: the training inputs.
         labels: their labels, int64 `(N,)`.
+        modality: their modalities, int64 `(N,)`, indices into `model.modalities`.
         counts: training images per class, `(C,)`, of the whole training split.
         options: the `[training]` section.
         received: tensors that the server sent besides the shared state, by name.
@@ -43,6 +45,7 @@ class Client:
         phase: the exchange of the round that is going on.
         fits: how often the model has been trained in this exchange.
         unlabelled: images of held-out sites, without labels, for a method that is `transductive`; else None.
+        shown: modalities int64 `(B,)` of the images that are being predicted; None where they are not known.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Client:
     rules: Rules
     inputs: Inputs
     labels: Tensor
+    modality: Tensor
     counts: Tensor
     options: TrainingOptions
     received: Mapping[str, Tensor] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class Client:
     phase: str = "train"
     fits: int = 0
     unlabelled: Inputs | None = None
+    shown: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -88,9 +93,13 @@ class Client:
         number = 0
         for _ in range(epochs):
             for rows in shuffled_batches(len(self), batch_size or self.options.batch_size, order):
-                inputs = self.inputs.batch(rows, augmentation)
-                yield Step(self, number, inputs, self.labels.index_select(0, rows).to(self.device))
+                yield self._step(number, rows, augmentation)
                 number += 1
+
+    def _step(self, number: int, rows: Tensor, augmentation: np.random.Generator | None) -> Step:
+        inputs = self.inputs.batch(rows, augmentation)
+        labels, modality = (known.index_select(0, rows).to(self.device) for known in (self.labels, self.modality))
+        return Step(self, number, inputs, labels, modality)
 
     def batches(self, epochs: int) -> int:
         """How many steps `steps(epochs)` has."""
@@ -156,8 +165,7 @@ class Client:
     def training_features(self) -> Tensor:
         """Pooled features `(N, d)` of the training images without augmentation, on the processor, as the model is."""
         batches = torch.split(torch.arange(len(self)), self.options.batch_size)
-        steps = (Step(self, 0, self.inputs.batch(rows, None), self.labels[rows]) for rows in batches)
-        return torch.cat([step.features.cpu() for step in steps])
+        return torch.cat([self._step(0, rows, None).features.cpu() for rows in batches])
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """The way in which the trained blocks compute."""
@@ -173,12 +181,14 @@ class Step:
         number: counted from 0 in this round.
         inputs: `(B, ...)`, outputs of the frozen blocks.
         labels: int64 `(B,)`.
+        modality: int64 `(B,)`.
     """
 
     client: Client
     number: int
     inputs: Tensor
     labels: Tensor
+    modality: Tensor
 
     @cached_property
     def features(self) -> Tensor:
@@ -204,6 +214,6 @@ class Step:
     def split(self, parts: int) -> list[Step]:
         """This batch as `parts` smaller ones of nearly equal size; with fewer images than that, the batch each time."""
         if len(self.labels) < parts:
-            return [Step(self.client, self.number, self.inputs, self.labels) for _ in range(parts)]
-        halves = zip(self.inputs.tensor_split(parts), self.labels.tensor_split(parts), strict=True)
-        return [Step(self.client, self.number, inputs, labels) for inputs, labels in halves]
+            return [replace(self) for _ in range(parts)]
+        divided = zip(*(whole.tensor_split(parts) for whole in (self.inputs, self.labels, self.modality)), strict=True)
+        return [Step(self.client, self.number, *part) for part in divided]

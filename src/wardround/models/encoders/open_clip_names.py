@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wardround.errors import InputError, MissingExtra, suggestion
-from wardround.models.backbones.sources import unknown
 from wardround.models.weights import downloading
 
 Config = dict[str, Any]
@@ -118,6 +117,9 @@ def _of_library(architecture: str) -> Description:
     """`MODEL` or `MODEL/TAG` of open_clip's own lists."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
+
+    # Backbones import encoders, so at the top of the file this would be a circle.
+    from wardround.models.backbones.sources import unknown
 
     model, _, tag = architecture.partition("/")
     name = prefixed(architecture)
