@@ -22,7 +22,7 @@ from wardround.federation.checkpoints import Checkpoints
 from wardround.methods.base import FedAvg
 from wardround.methods.registry import METHODS
 from wardround.methods.trial import Network
-from wardround.report import sections
+from wardround.report import findings, sections
 from wardround.report.markdown import render
 from wardround.report.reading import load
 from wardround.using import load_trained
@@ -197,3 +197,17 @@ def test_the_overview_has_means_and_pooled_figures(tmp_path: Path) -> None:
     assert row["accuracy, pooled"] == f"{100 * (pooled['accuracy'] or 0):.1f}"
     assert row["AUROC, pooled"] == f"{100 * (pooled['auroc'] or 0):.1f}"
     assert row["balanced accuracy, pooled"] == f"{100 * results['summary']['pooled_balanced_accuracy']['mean']:.1f}"
+
+
+def test_seeds_that_some_methods_lack_are_in_no_table(tmp_path: Path) -> None:
+    """A comparison that goes on shows the seeds that its summary is of, though runs of others lie there."""
+    for seed in (1, 2):
+        run(tiny(rounds=1, seed=seed), tmp_path / "fedavg" / f"seed-{seed}")
+    first = json.loads((tmp_path / "fedavg" / "seed-1" / "results.json").read_text())
+    (tmp_path / "fedavg" / "results.json").write_text(json.dumps(merge_results([first])))
+    record = load(tmp_path)
+    assert "with 1 seed each" in " ".join(findings.summary(record))
+    grid = sections.overview(record)
+    assert grid is not None
+    pooled = first["summary"]["pooled_balanced_accuracy"]["mean"]
+    assert dict(zip(grid.headings, grid.rows[0], strict=True))["balanced accuracy, pooled"] == f"{100 * pooled:.1f}"

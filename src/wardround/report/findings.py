@@ -99,7 +99,7 @@ def _comparison_summary(record: Record) -> list[str]:
 def _setting(record: Record) -> str:
     """What was compared on what."""
     labels = listed([system.label for system in record.systems])
-    seeds = max(len(system.runs) for system in record.systems)
+    seeds = max(len(system.results["seeds"] if system.results else system.runs) for system in record.systems)
     rounds = max((s.results["rounds"] for s in record.systems if s.results), default=None)
     length = f" for {plural(rounds, 'round')}" if rounds else ""
     clients = f" on {plural(len(record.roster.clients), 'client')}" if record.roster else ""

@@ -122,7 +122,7 @@ def _means_and_pooled(system: System) -> list[float | None]:
     """For each metric of `POOLED` the mean over clients and the pooled figure, then the mean calibration error."""
     assert system.results is not None
     clients = system.results["clients"].values()
-    pools = [pooled_metrics(run.folder) for run in system.runs]
+    pools = [pooled_metrics(run.folder) for run in system.runs if run.seed in system.results["seeds"]]
     means = {name: _mean([_mean(client[name]) for client in clients]) for name in (*POOLED, "ece")}
     both = [(means[name], _mean([pool.get(name) for pool in pools])) for name in POOLED]
     return [*(value for pair in both for value in pair), means["ece"]]
