@@ -239,3 +239,17 @@ def test_an_export_that_cannot_be_written_is_named(runs: dict[str, Path], tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         export(load_trained(runs["fedavg"], "north"), tmp_path / "file" / "model.safetensors")
+
+
+def test_runs_of_an_older_version_can_still_be_used(images: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    """Their rosters say nothing of modalities."""
+    old = tmp_path / "old"
+    shutil.copytree(runs["fedavg"], old)
+    roster = json.loads((old / "federation.json").read_text())
+    del roster["modalities"]
+    for client in roster["clients"]:
+        del client["modality_counts"]
+    (old / "federation.json").write_text(json.dumps(roster))
+    files = sorted((images / "north" / "dark").iterdir())[:2]
+    ours, theirs = (predict(load_trained(folder, "north"), files) for folder in (old, runs["fedavg"]))
+    assert ours == theirs

@@ -34,6 +34,7 @@ from wardround.training.inputs import ImageInputs
 
 Which = Literal["personal", "server"]
 BATCH = 64
+ONE_MODALITY = ("image",)  # of runs and exported models that do not say
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
             f"{folder}: the run stopped after round {checkpoint.round} of {experiment.rounds}, and personal models "
             "are kept at its end: finish it with --resume, or take --model server"
         )
-    method, model = build_model(experiment, roster["classes"], roster["modalities"])
+    method, model = build_model(experiment, roster["classes"], roster.get("modalities", ONE_MODALITY))
     stored = checkpoint.client(client)
     model.load_state_dict(under(STATE, stored), strict=False)
     if method.rules(model).names(Owner.SHARED):
@@ -136,7 +137,7 @@ def load_trained(folder: Path, client: str | None, which: Which = "personal") ->
     model.to(pick_device(experiment.training.device)).eval()
     return TrainedModel(
         client, experiment, method, model, tuple(roster["classes"]), counts, under(MEMORY, stored), which,
-        _only(entries[client]["modality_counts"]),
+        _only(entries[client].get("modality_counts")),  # older runs do not say
     )  # fmt: skip
 
 
@@ -244,13 +245,13 @@ def load_exported(file: Path) -> TrainedModel:
     weights = _text_weights(experiment, file) if experiment.bound_method().predicts_with_text else False
     changes = {"anchors": None, "pretrained": weights}
     bare = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
-    method, model = build_model(bare, about["classes"], about["modalities"])
+    method, model = build_model(bare, about["classes"], about.get("modalities", ONE_MODALITY))
     memory = under(MEMORY, state)
     model.load_state_dict({name: state[name] for name in state.keys() - named(MEMORY, memory).keys()})
     set_label_counts(model, torch.tensor(about["counts"]))
     return TrainedModel(
         about["client"], experiment, method, model.eval(), tuple(about["classes"]), tuple(about["counts"]), memory,
-        about["which"], about["modality"],
+        about["which"], about.get("modality"),
     )  # fmt: skip
 
 
