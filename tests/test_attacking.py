@@ -14,13 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
+from command_fixtures import refused, wardround
 from encoder_fixtures import written
 from experiment_fixtures import TINY
 from wardround import attacking
 from wardround.attacking import Attack, Settings, attack_images, loss_signs, moved, noise_signs
-from wardround.cli import app
 from wardround.config import experiment_from
 from wardround.data.federation import Samples, samples
 from wardround.errors import InputError
@@ -36,18 +35,6 @@ from wardround.training.options import TrainingOptions
 
 SIZE = 32
 METHODS = ("fedavg", "fedproto", "fedco2", "fedrod")
-
-
-def wardround(*arguments: object) -> Result:
-    """`wardround ARGUMENTS` in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
-def refused(*arguments: object) -> str:
-    """What is said, in one line, by a command that exits with 2."""
-    result = wardround(*arguments)
-    assert result.exit_code == 2, result.output
-    return " ".join(line.strip() for line in result.stderr.splitlines() if not line.endswith(" ..."))
 
 
 # ---- the formulas

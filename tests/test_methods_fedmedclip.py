@@ -20,7 +20,6 @@ from wardround.methods.clip_losses import (
     agreement_loss,
     batch_divergences,
     certainty,
-    contrastive_loss,
     entropy,
     mixture,
 )
@@ -28,6 +27,7 @@ from wardround.methods.fedmedclip import FedMedCLIP
 from wardround.models.classifier import Classifier, build_classifier
 from wardround.models.options import ModelOptions
 from wardround.models.prompts import Aside, Prompts, TextOptions, prompts_for
+from wardround.training.losses import contrastive_loss
 
 CLASSES = ("naevus", "melanoma", "keratosis")
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner, Result
 
+from command_fixtures import refused, wardround
 from experiment_fixtures import TINY, tiny, tiny_file
 from wardround import studying
-from wardround.cli import app
 from wardround.config import experiment_from
 from wardround.errors import InputError, RunError
 from wardround.report.study_figures import quality, resources
@@ -34,18 +33,6 @@ TOY = Study(
     reference="whole",
     uncoded="whole",
 )
-
-
-def wardround(*arguments: object) -> Result:
-    """`wardround ARGUMENTS` in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
-def refused(*arguments: object) -> str:
-    """What is said, in one line, by a command that exits with 2."""
-    result = wardround(*arguments)
-    assert result.exit_code == 2, result.output
-    return " ".join(line.strip() for line in result.stderr.splitlines() if not line.endswith(" ..."))
 
 
 class Notes:

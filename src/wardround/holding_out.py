@@ -38,7 +38,8 @@ class HeldOut:
             return None
         if not self._answerer.method.predicts_alone(self._answerer.model):
             return {}
-        return {name: client_results([self._answerer.judge(name, self._message(server))], 0) for name in self._names}
+        message = self._message(server)
+        return {name: client_results([self._answerer.judge(name, message)], 0) for name in self._names}
 
     def _message(self, server: Server) -> Message:
         """The server's model and targets, but for a method that has others for every client."""

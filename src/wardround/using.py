@@ -27,14 +27,13 @@ from wardround.federation.files import write_atomically
 from wardround.federation.messages import named, plain_copy
 from wardround.federation.rules import Owner
 from wardround.methods.base import Method
-from wardround.models.classifier import Classifier
+from wardround.models.classifier import ONE_MODALITY, Classifier
 from wardround.recording import METRICS, read_lines
 from wardround.training.client import Client
 from wardround.training.inputs import ImageInputs
 
 Which = Literal["personal", "server"]
 BATCH = 64
-ONE_MODALITY = ("image",)  # of runs and exported models that do not say
 
 
 @dataclass(frozen=True)

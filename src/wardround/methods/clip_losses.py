@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from wardround.training.losses import ContrastiveKind
-from wardround.training.losses import contrastive_loss as contrastive_loss
 
 Contrastive = ContrastiveKind | Literal["none"]
 Agreement = Literal["entropy", "symmetric", "none"]

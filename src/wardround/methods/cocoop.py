@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from wardround.federation.rules import Rules
 from wardround.methods.base import Method, Weights
 from wardround.methods.learned_context import encode_many, new_context
-from wardround.methods.on_text import UnitLength, need_prompts, prompts_of
+from wardround.methods.on_text import need_prompts, prompts_of
 from wardround.models.classifier import Classifier
 from wardround.models.prompts import Aside, Prompts
+from wardround.models.text_head import UnitLength
 
 SHRINKING = 16  # D over the width of the meta-net's hidden layer, as published
 

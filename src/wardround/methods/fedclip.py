@@ -8,11 +8,12 @@ from pydantic import Field
 from torch import Tensor
 
 from wardround.methods.base import Method, Weights
-from wardround.methods.clip_losses import Contrastive, contrastive_loss
+from wardround.methods.clip_losses import Contrastive
 from wardround.methods.on_text import need_prompts, prompts_of
 from wardround.models.classifier import Classifier
 from wardround.models.text_head import AttentionAdapter, CosineHead, UnitLength
 from wardround.training.client import Step
+from wardround.training.losses import contrastive_loss
 
 
 class FedCLIP(Method):

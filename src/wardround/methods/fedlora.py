@@ -13,12 +13,14 @@ from wardround.errors import InputError
 from wardround.federation.rules import Rules, modules_of_type
 from wardround.federation.server import Reply, Server
 from wardround.methods.base import Method, Weights
-from wardround.methods.clip_losses import Contrastive, contrastive_loss
-from wardround.methods.on_text import CosineHead, UnitLength, need_plain_features, prompts_of
+from wardround.methods.clip_losses import Contrastive
+from wardround.methods.on_text import need_plain_features, prompts_of
 from wardround.models.classifier import Classifier
 from wardround.models.low_rank import LowRank, adapt_attention, attentions, mean_pair, narrowest, pair_names
 from wardround.models.prompts import Prompts
+from wardround.models.text_head import CosineHead, UnitLength
 from wardround.training.client import Step
+from wardround.training.losses import contrastive_loss
 
 
 class FedLoRA(Method):

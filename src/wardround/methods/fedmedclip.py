@@ -17,7 +17,6 @@ from wardround.methods.clip_losses import (
     EntropyMode,
     agreement_loss,
     certainty,
-    contrastive_loss,
     mixture,
 )
 from wardround.methods.on_text import need_prompts, prompts_of
@@ -27,6 +26,7 @@ from wardround.models.masked_linear import Surrogate, settle
 from wardround.models.prompts import Prompts
 from wardround.models.text_head import CosineHead
 from wardround.training.client import Client, Step
+from wardround.training.losses import contrastive_loss
 
 
 class FedMedCLIP(Method):

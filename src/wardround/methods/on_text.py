@@ -7,8 +7,7 @@ from torch import nn
 from wardround.errors import InputError
 from wardround.models.classifier import Classifier
 from wardround.models.prompts import Prompts
-from wardround.models.text_head import CosineHead as CosineHead
-from wardround.models.text_head import UnitLength as UnitLength
+from wardround.models.text_head import CosineHead
 
 
 def prompts_of(model: Classifier) -> Prompts:

@@ -11,9 +11,10 @@ from torch.nn import functional
 from wardround.federation.rules import Rules
 from wardround.methods.base import Method, Weights
 from wardround.methods.learned_context import new_context
-from wardround.methods.on_text import UnitLength, need_prompts, prompts_of
+from wardround.methods.on_text import need_prompts, prompts_of
 from wardround.models.classifier import Classifier
 from wardround.models.prompts import Aside, Prompts
+from wardround.models.text_head import UnitLength
 
 
 class PromptHead(nn.Module):

@@ -93,10 +93,9 @@ def contrastive_loss(logits: Tensor, labels: Tensor, kind: ContrastiveKind) -> T
     similarity = logits[:, labels]  # (B, B)
     if kind == "instance":
         target = torch.arange(len(labels), device=labels.device)
-        rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
-        return (rows + columns) / 2
-    same = (labels[:, None] == labels[None, :]).to(similarity.dtype)
-    target = same / same.sum(1, keepdim=True)
+    else:
+        same = (labels[:, None] == labels[None, :]).to(similarity.dtype)
+        target = same / same.sum(1, keepdim=True)
     rows, columns = (functional.cross_entropy(s, target) for s in (similarity, similarity.T))
     return (rows + columns) / 2
 
