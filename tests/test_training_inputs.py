@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,4 +315,48 @@ def test_frozen_blocks_in_bfloat16_are_near_and_kept_apart(tmp_path: Path) -> No
     assert not torch.equal(exact, coarse)
     assert float((coarse - exact).norm() / exact.norm()) < 0.02
     torch.testing.assert_close(uncached.batch(ROWS, None), coarse, rtol=1e-2, atol=1e-2)
-    assert len(list((tmp_path / "prefix").iterdir())) == 2
+    assert len(list((tmp_path / "prefix").glob("*.safetensors"))) == 2
+
+
+# ---- two processes that need the same
+
+
+def test_a_second_process_waits_for_the_first_and_computes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads stand for the processes: the lock is on the file, and each has an opened file of its own."""
+    model, data, computed, begun = classifier(), pictures(), [], threading.Event()
+    compute = PrefixCache._compute
+
+    def slowly(self: PrefixCache, client: str, images: ImageInputs, view: int | None) -> Tensor:
+        begun.set()
+        found = compute(self, client, images, view)
+        time.sleep(0.3)  # long enough for the other to look for the file and miss it
+        computed.append(client)
+        return found
+
+    monkeypatch.setattr(PrefixCache, "_compute", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(maker(model, tmp_path).inputs, "a", data, training=False)
+        assert begun.wait(60)
+        second = pool.submit(maker(model, tmp_path).inputs, "a", data, training=False)
+        batches = [done.result(60).batch(ROWS, None) for done in (first, second)]
+    assert computed == ["a"]
+    assert torch.equal(*batches)
+
+
+def test_the_lock_of_a_process_that_died_holds_nobody_up(tmp_path: Path) -> None:
+    model, data = classifier(), pictures()
+    maker(model, tmp_path).inputs("a", data, training=False)
+    (file,) = tmp_path.glob("prefix/*.safetensors")
+    file.unlink()
+    code = "import os, sys; from filelock import FileLock; FileLock(sys.argv[1]).acquire(); os._exit(1)"
+    assert subprocess.run([sys.executable, "-c", code, f"{file}.lock"], check=False).returncode == 1
+    maker(model, tmp_path).inputs("a", data, training=False)
+    assert file.exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path: Path) -> None:
+    (tmp_path / "prefix").write_text("in the way")
+    inputs = maker(classifier(), tmp_path).inputs("a", pictures(), training=False)
+    assert len(inputs.batch(ROWS, None)) == len(ROWS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import safetensors.torch
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -68,8 +70,11 @@ class PrefixCache:
         file = self.folder / "prefix" / f"{self._key(client, images, view)}.safetensors"
         kept = _load(file)
         if kept is None:
-            computed = self._compute(client, images, view)
-            kept = _load(file) if _save(file, computed) else None
+            with _one_process(file):
+                kept = _load(file)  # another process may have just written it
+                if kept is None:
+                    computed = self._compute(client, images, view)
+                    kept = _load(file) if _save(file, computed) else None
             if kept is None:
                 return computed
         if kept.nbytes <= self.budget:
@@ -137,6 +142,19 @@ def _load(file: Path) -> Tensor | None:
         outputs: Tensor = opened.get_tensor(OUTPUTS)
         return outputs
     return None
+
+
+@contextlib.contextmanager
+def _one_process(file: Path) -> Iterator[None]:
+    """One process at a time makes `file`; the lock of one that dies is free. On a disk without locks nobody waits."""
+    lock = FileLock(f"{file}.lock")
+    with contextlib.suppress(OSError, NotImplementedError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _save(file: Path, tensor: Tensor) -> bool:
