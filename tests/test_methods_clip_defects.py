@@ -238,3 +238,21 @@ def test_a_text_side_of_another_width_is_impossible() -> None:
     done = trial(FedCLIP())
     assert prompts_of(done.model).vectors.shape == (CLASSES, done.model.head.in_features)
     assert issubclass(type(prompts_of(done.model).tower), text.TextTower)
+
+
+@pytest.mark.parametrize(
+    ("switches", "logged"),
+    [
+        ({}, {"contrastive_loss", "mlp_loss", "agreement_loss"}),
+        ({"contrastive": "none"}, {"mlp_loss", "agreement_loss"}),
+        ({"private_mlp": False}, {"contrastive_loss"}),
+    ],
+)
+def test_losses_are_logged_under_their_own_names(switches: dict[str, object], logged: set[str]) -> None:
+    done = trial(FedMedCLIP(**switches)).run(1)  # type: ignore[arg-type]
+    client = loaded(done, "large")
+    step = next(client.steps(1))
+    done.method.loss(step)
+    assert {name for name in client.log if name.endswith("_loss")} == logged
+    if "mlp_loss" in logged:
+        assert client.log["mlp_loss"] == pytest.approx(float(step.task_loss.detach()))

@@ -102,18 +102,18 @@ class FedMedCLIP(Method):
     def loss(self, step: Step) -> Tensor:
         """L_con + L_MLP + lambda L_sim, each where it is switched on."""
         prompts, v = prompts_of(step.client.model), step.features
-        parts: list[Tensor] = []
+        parts: dict[str, Tensor] = {}
         if self.contrastive != "none":
-            parts.append(contrastive_loss(prompts.logits(v), step.labels, self.contrastive))
+            parts["contrastive_loss"] = contrastive_loss(prompts.logits(v), step.labels, self.contrastive)
         if self.private_mlp:
-            parts.append(step.task_loss)
+            parts["mlp_loss"] = step.task_loss
             if self.agreement != "none":
-                parts.append(self.strength * self._disagreement(step.logits, prompts, v))
+                parts["agreement_loss"] = self.strength * self._disagreement(step.logits, prompts, v)
         if not parts:
             raise InputError('method.contrastive = "none" and method.private_mlp = false leave nothing to train with')
-        for name, part in zip(("contrastive_loss", "mlp_loss", "agreement_loss"), parts, strict=False):
+        for name, part in parts.items():
             step.client.log[name] = float(part.detach())
-        return torch.stack(parts).sum()
+        return torch.stack(list(parts.values())).sum()
 
     def _disagreement(self, mlp_logits: Tensor, prompts: Prompts, v: Tensor) -> Tensor:
         p_mlp, p_fam = torch.softmax(mlp_logits, 1), torch.softmax(prompts.logits(v), 1)
