@@ -33,7 +33,7 @@ from wardround.captions.coverage import place
 from wardround.captions.embedding import embed
 from wardround.captions.file import SeenCaptions, StatedCaptions, read_captions
 from wardround.captions.filtering import CONTRADICTS, EMPTY, REFUSES, REPEATS, UNNAMED, Filter
-from wardround.captions.notes import NO_CAPTION, expected_floor, notes
+from wardround.captions.notes import BOTH, IMAGES_ALONE, NO_CAPTION, expected_floor, notes
 from wardround.captions.options import PUBMEDBERT, CaptionOptions
 from wardround.captions.providers import provider_for
 from wardround.captions.template import PARAPHRASES, TemplateCaptions
@@ -575,7 +575,8 @@ def test_notes_count_captions_and_explain_the_floor() -> None:
     data = client(images=60)
     options = CaptionOptions(provider="template", coverage=0.5, multi_positive=False)
     book = write_book(template(), data, "train", options, seed=0)
-    counted, floor = notes([book], options, 32)
+    counted, used, floor = notes([book], options, 32)
+    assert used == IMAGES_ALONE
     assert counted == (
         f"captions: {book.captioned} of 60 training images have one (a {book.captioned} of 60); "
         f"{len(book.texts)} different texts"
@@ -583,7 +584,7 @@ def test_notes_count_captions_and_explain_the_floor() -> None:
     sizes = list(Counter(caption.text for caption in book.captions if caption is not None).values())
     assert f"a {expected_floor(sizes, 32):.2f} (the mean of log n)" in floor
     assert "have the same text" in floor
-    by_meaning = notes([book], options.model_copy(update={"multi_positive": True}), 32)[1]
+    by_meaning = notes([book], options.model_copy(update={"multi_positive": True}), 32)[2]
     meanings = list(Counter(caption.meaning for caption in book.captions if caption is not None).values())
     assert "say the same, none of them can get more than 1/n" in by_meaning
     assert f"a {expected_floor(meanings, 32):.2f} " in by_meaning
@@ -603,7 +604,8 @@ def test_without_any_caption_a_note_says_so(tmp_path: Path) -> None:
 def test_no_floor_is_explained_where_every_caption_is_its_own() -> None:
     data, options = client(), CaptionOptions()
     book = write_book(Saying([f"{GOOD} {row}" for row in range(IMAGES)]), data, "train", options, seed=0)
-    assert len(notes([book], CaptionOptions(provider="callable", callable="a:b"), 32)) == 1
+    assert len(notes([book], CaptionOptions(provider="callable", callable="a:b"), 32)) == 2
+    assert notes([book], CaptionOptions(provider="callable", callable="a:b", at_test=True), 32)[1] == BOTH
 
 
 def test_the_expected_floor_by_hand_and_by_every_batch() -> None:

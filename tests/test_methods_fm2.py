@@ -516,6 +516,19 @@ def test_variants_conform() -> None:
     }
 
 
+def test_alone_nothing_travels_and_nobody_predicts_elsewhere() -> None:
+    """FM²'s networks without a federation, the second local reference of the paper's generalisation experiment."""
+    method = FM2(aggregate=False)
+    model = WHOLE.model(method)
+    rules = method.rules(model)
+    assert not rules.names(Owner.SHARED)
+    assert set(rules.names(Owner.LOCAL)) == set(model.state_dict())
+    assert not method.statistic_shapes(model, 20, "train")
+    assert not method.predicts_alone(model)
+    outcome = check_method(method, "resnet4", rounds=2)
+    assert PASSED in outcome.values()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three sites, each of another modality."""

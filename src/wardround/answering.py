@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wardround.captions.embedding import EmbeddedCaptions
+from wardround.captions.gathering import GatheredCaptions
 from wardround.data import Federation, Samples, SplitName
 from wardround.data.federation import WITHHELD, joined
 from wardround.evaluation.metrics import Metrics, evaluate_probabilities, softmax
@@ -29,6 +31,7 @@ from wardround.federation.rounds import EVALUATE
 from wardround.federation.rules import Owner
 from wardround.federation.store import Store
 from wardround.methods.base import Method, ServerSide
+from wardround.models.caption_fusion import telling
 from wardround.models.classifier import Classifier
 from wardround.models.label_counts import KnowsLabelCounts
 from wardround.training.arithmetic import compile_if_asked
@@ -38,6 +41,7 @@ from wardround.training.inputs import Inputs
 from wardround.training.options import TrainingOptions
 
 EVALUATION_BATCH = 256
+NO_CAPTIONS = GatheredCaptions()
 Predict = Callable[[Client, Tensor], Tensor]
 STATE, MEMORY, PERSONAL = "state", "memory", "personal"  # name spaces of a client's stored tensors
 
@@ -57,6 +61,7 @@ class Answerer:
         seed: the experiment's seed.
         folder: the run's folder, for predictions and checkpoints; None writes nothing.
         min_count: nothing that sums up fewer images than this leaves a client.
+        captions: of the clients' images; they are told in training, and nowhere else but in `_judge_told`.
     """
 
     def __init__(
@@ -72,8 +77,9 @@ class Answerer:
         seed: int,
         folder: Path | None,
         min_count: int = 0,
+        captions: GatheredCaptions = NO_CAPTIONS,
     ) -> None:
-        self.min_count = min_count
+        self.min_count, self.captions = min_count, captions
         self.method, self.model, self.federation, self.options = method, model, federation, options
         self.cache, self.store, self.codec, self.seed, self.folder = cache, store, codec, seed, folder
         self.side = ServerSide(method, model, image_size)
@@ -122,7 +128,9 @@ class Answerer:
             tensors = {name: plain_copy(tensor) for name, tensor in tensors.items()}
             if len(client):
                 self.method.personalise(client)
-            scalars["personal"] = self._evaluate(client, "personal", final=bool(message.scalars.get("final")))
+            final = bool(message.scalars.get("final"))
+            scalars["personal"] = self._evaluate(client, "personal", final)
+            scalars |= self._judge_told(client) if final else {}
         scalars["log"] = {key: _finite(value) for key, value in client.log.items()}
         scalars |= self._counts(client, tensors)
         if 0 < len(client) < self.min_count:
@@ -182,6 +190,7 @@ class Answerer:
             memory=self._own(under(MEMORY, stored)),
             phase=message.scalars["phase"],
             unlabelled=self._unlabelled if self.method.transductive else None,
+            captions=self.captions.training.get(name),
         )
 
     def _decode(self, frame: bytes) -> Message:
@@ -273,6 +282,17 @@ class Answerer:
         scores["seconds"] = time.perf_counter() - started
         return scores
 
+    def _judge_told(self, client: Client) -> dict[str, Any]:
+        """`captioned`: metrics of the personal model on test images fused with their captions; nothing without any.
+
+        There are only any where `captions.at_test` asks for it.
+        """
+        captions, samples = self.captions.testing.get(client.name), self.federation.client(client.name).test
+        if captions is None:
+            return {}
+        logits = self.logits(client, "test", samples, told(self.method.predict, captions))
+        return {"captioned": released(evaluate_probabilities(softmax(logits), samples.labels), self.min_count)}
+
     @cached_property
     def _predictions(self) -> Mapping[str, Predict]:
         method = self.method
@@ -286,6 +306,19 @@ class Answerer:
         return logits_in_batches(
             predict or self.method.predict, client, inputs, len(samples), EVALUATION_BATCH, modality
         )
+
+
+def told(predict: Predict, captions: EmbeddedCaptions) -> Predict:
+    """`predict`, with the captions of images that come in their order, batch after batch."""
+    done = 0
+
+    def told_now(client: Client, inputs: Tensor) -> Tensor:
+        nonlocal done
+        rows, done = torch.arange(done, done + len(inputs)), done + len(inputs)
+        with telling(client.model, captions.batch(rows, client.device)):
+            return predict(client, inputs)
+
+    return told_now
 
 
 def logits_in_batches(

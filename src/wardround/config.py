@@ -12,6 +12,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, field_validator
 
+from wardround.captions.options import CaptionOptions
 from wardround.data.options import DataOptions
 from wardround.errors import InputError, suggestion
 from wardround.federation.codecs import codec_named
@@ -29,13 +30,16 @@ from wardround.training.selftest import CHOICES
 DEFAULT_METHOD = "fedavg"
 
 # Keys that name a file or folder.
-PATHS = (("data", "path"), ("data", "fold_file"), ("model", "pretrained"), ("model", "anchors"))
+PATHS = (
+    ("data", "path"), ("data", "fold_file"), ("model", "pretrained"), ("model", "anchors"), ("captions", "file"),
+)  # fmt: skip
 
 # Keys that say where and how fast a run happens, but not what it computes.
 _NOT_NUMBERS = (
     ("rounds",),
     ("data", "path"),
     ("data", "fold_file"),
+    ("captions", "file"),
     ("transport", "name"),
     ("transport", "workers"),
     ("training", "cache_ram_mib"),
@@ -77,6 +81,7 @@ class Experiment(Options):
     model: ModelOptions = Field(ModelOptions(), description="the network")
     training: TrainingOptions = Field(TrainingOptions(), description="local training")
     text: TextOptions = Field(TextOptions(), description="words for classes, for encoders with a text side")
+    captions: CaptionOptions = Field(CaptionOptions(), description="sentences about training images to learn from")
     method: dict[str, Any] = Field(
         default_factory=lambda: {"name": DEFAULT_METHOD}, description="name and its own keys"
     )
@@ -112,6 +117,8 @@ class Experiment(Options):
         tree = self.complete().to_toml()
         for path in _NOT_NUMBERS:
             _drop(tree, path)
+        if self.captions.provider == "none":  # the section's other keys decide nothing, and earlier versions lack it
+            _drop(tree, ("captions",))
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def write(self, file: Path) -> None:
@@ -197,10 +204,28 @@ def experiment_from(tree: Mapping[str, Any], where: str) -> Experiment:
         raise InputError(f"{where}: {explain(error, Experiment)}") from error
     try:
         experiment.bound_method().refuse(experiment.training)
+        _refuse_captions(experiment)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     _check_systems(experiment, where)
     return experiment
+
+
+def _refuse_captions(experiment: Experiment) -> None:
+    """InputError where captions are asked for and something else does not go with them."""
+    captions, model, method = experiment.captions, experiment.model, experiment.bound_method()
+    if captions.provider == "none":
+        return
+    asked = f'captions.provider = "{captions.provider}"'
+    if not method.goes_with_captions():
+        raise InputError(f'{asked}: method.name = "{method.name}" learns from words for classes (allowed: "none")')
+    if captions.fusion and (model.classifier != "linear" or model.adapter != "none"):
+        raise InputError(
+            f'{asked}: model.classifier = "text" and model.adapter take the features as the encoder gives them, and '
+            "captions.fusion = true changes these (allowed with them: captions.fusion = false)"
+        )
+    if experiment.training.compile != "off":
+        raise InputError(f'{asked}: training.compile = "{experiment.training.compile}" (allowed with captions: "off")')
 
 
 def _check_systems(experiment: Experiment, where: str) -> None:

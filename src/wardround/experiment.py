@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from wardround import run_folder, seeds
-from wardround.answering import Answerer, resumable
+from wardround.answering import NO_CAPTIONS, Answerer, resumable
+from wardround.captions.gathering import GatheredCaptions, KnownNames, described, gather
+from wardround.captions.inserting import insert_captions
+from wardround.captions.providers import provider_for
+from wardround.captions.text_encoders import TextEncoder, text_encoder_for
+from wardround.captions.vocabulary import Vocabulary
 from wardround.config import Experiment
 from wardround.data import Federation
 from wardround.data.cache import default_folder
@@ -59,6 +64,7 @@ class Setup:
         method: its method.
         model: the edited model, on its device.
         cache: where cached inputs are kept between runs; None for nowhere.
+        captions: of its images.
     """
 
     experiment: Experiment
@@ -66,6 +72,7 @@ class Setup:
     method: Method
     model: Classifier
     cache: Path | None
+    captions: GatheredCaptions = NO_CAPTIONS
 
     @functools.cached_property
     def side(self) -> ServerSide:
@@ -79,7 +86,7 @@ class Setup:
 
 
 def set_up(experiment: Experiment, federation: Federation | None = None, cache: Path | None = None) -> Setup:
-    """Read the images, build the model, let the method edit it, decide what is `auto`.
+    """Read the images, build the model, let the method edit it, gather captions, decide what is `auto`.
 
     Args:
         experiment: as loaded.
@@ -87,7 +94,7 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
         cache: folder of caches; None for the user's own (`$WARDROUND_CACHE`).
 
     Raises:
-        InputError: whatever is wrong with the data, the model or the method's keys.
+        InputError: whatever is wrong with the data, the model, the captions or the method's keys.
     """
     torch.set_num_threads(experiment.training.threads)
     keep_memory()
@@ -96,32 +103,63 @@ def set_up(experiment: Experiment, federation: Federation | None = None, cache: 
     data = read_federation(experiment.data, experiment.seed) if federation is None else federation
     if not any(len(client.train) for client in data.clients):
         raise InputError(f"{data.source}: no client has a training image")
-    method, model = build_model(experiment, data.classes, data.modalities)
+    encoder = None if data.is_elsewhere else _text_encoder(experiment)
+    method, model = build_model(experiment, data.classes, data.modalities, encoder.dim if encoder else None)
     if method.transductive and not (data.held_out or data.is_elsewhere):
         raise InputError(
             f"method.name = {method.name}: it looks at the unlabelled images of sites that never train; name them in "
             "data.held_out, or give data.held_out_share"
         )
     device = pick_device(experiment.training.device)
+    captions = gather_captions(experiment, data, encoder, folder) if encoder else NO_CAPTIONS
+    data = replace(data, notes=(*data.notes, *captions.notes))
     model.to(device)
     training = experiment.training
     if not data.is_elsewhere:  # else nothing is trained here, and every client decides for itself
         training = choose_arithmetic(model, training, experiment.data.image_size, device, folder)
     model.to(memory_format=layout(training))
-    return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder)
+    return Setup(experiment.model_copy(update={"training": training}), data, method, model, folder, captions)
+
+
+def _text_encoder(experiment: Experiment) -> TextEncoder | None:
+    """What makes vectors of captions; None where no captions are asked for."""
+    options = experiment.captions
+    return None if options.provider == "none" else text_encoder_for(options.text_encoder)
+
+
+def gather_captions(
+    experiment: Experiment, data: Federation, encoder: TextEncoder, folder: Path | None
+) -> GatheredCaptions:
+    """The captions that the section `[captions]` asks for, of the images `data`.
+
+    Raises:
+        InputError, RunError: the file is wrong, the function fails, or the encoder cannot be had.
+    """
+    options, seed = experiment.captions, experiment.seed
+    vocabulary = Vocabulary(data.classes, data.modalities, experiment.text.names, options.phrases)
+    provider = provider_for(options, vocabulary, KnownNames(data, experiment.data), seed, folder)
+    if provider is None:
+        return NO_CAPTIONS
+    return gather(options, data, provider, encoder, seed, experiment.training.batch_size, folder)
 
 
 def build_model(
-    experiment: Experiment, classes: int | Sequence[str], modalities: Sequence[str] = ONE_MODALITY
+    experiment: Experiment,
+    classes: int | Sequence[str],
+    modalities: Sequence[str] = ONE_MODALITY,
+    text_features: int | None = None,
 ) -> tuple[Method, Classifier]:
     """The experiment's method, and its model as the method wants it, with initial weights.
 
-    `classes` are their names, which an encoder's text side needs, or how many there are; `modalities` the federation's.
+    `classes` are their names, which an encoder's text side needs, or how many there are; `modalities` the federation's;
+    `text_features` how long the vectors of captions are, None for a model that will be told none.
     """
     method, data = experiment.bound_method(), experiment.data
     model = build_classifier(
         experiment.model, classes, data.channels, data.image_size, experiment.seed, experiment.text, modalities
     )
+    if experiment.captions.provider != "none":
+        insert_captions(model, experiment.captions, text_features, experiment.seed)
     with seeds.torch_scope(experiment.seed, "edit"):
         method.edit(model, data.image_size)
     return method, model
@@ -230,7 +268,9 @@ class _Session:
         run_folder.check_same_federation(self.out, setup.federation)
         if self.checkpoint is None:
             self.checkpoints.experiment = setup.experiment.digest()
-        run_folder.describe(self.out, setup.experiment, setup.federation, setup.device, self.checkpoints.experiment)
+        run_folder.check_same_captions(self.out, setup.captions.record)
+        digest, captions = self.checkpoints.experiment, setup.captions.record
+        run_folder.describe(self.out, setup.experiment, setup.federation, setup.device, digest, captions)
         if not self.done and not setup.federation.is_elsewhere:
             save_samples(setup.federation, self.out)
         self.checkpoints.forget_after(self.done)
@@ -306,7 +346,7 @@ def make_answerer(
     store = store or ClientStore(spill, experiment.transport.state_ram_mib * MIB // workers)
     answerer = kind(
         setup.method, setup.model, setup.federation, training, size, cache, store,
-        codec_named(experiment.transport.codec), experiment.seed, out, min_count,
+        codec_named(experiment.transport.codec), experiment.seed, out, min_count, setup.captions,
     )  # fmt: skip
     if checkpoint is not None:
         answerer.restore({name: checkpoint.client(name) for name in setup.federation.names})
@@ -315,7 +355,7 @@ def make_answerer(
 
 def _judge(setup: Setup, out: Path, sites: Federation) -> Answerer:
     """An answerer for sites that only judge; their predictions go to `out`."""
-    return make_answerer(replace(setup, federation=sites), out, None, 1)
+    return make_answerer(replace(setup, federation=sites, captions=NO_CAPTIONS), out, None, 1)
 
 
 def _loop(
@@ -354,8 +394,29 @@ def _results(setup: Setup, recorder: Recorder, label: str, complaints: Iterable[
             "statistic_elements": setup.side.statistic_elements,
         },
         "parameters": setup.side.parameter_elements,
+        "captions": _captions(setup, recorder, examples),
         "seconds": {"train": recorder.train_seconds, "evaluate": recorder.evaluate_seconds},
         "warnings": [*_cautions(setup, examples), *complaints, *recorder.refusals],
+    }
+
+
+def _captions(setup: Setup, recorder: Recorder, examples: dict[str, int]) -> dict[str, Any] | None:
+    """Whether training had captions, and of how many images; None without. How many is not known where they stay apart.
+
+    All other results are of images alone; `with_captions` are those with captions, where `captions.at_test` is set.
+    """
+    options, clients = setup.experiment.captions, setup.captions.record.get("clients", {})
+    if options.provider == "none":
+        return None
+    captioned = sum(client["captioned"] for client in clients.values()) if clients else None
+    images = sum(examples.values())
+    told = {name: {"test": scores} for name, scores in recorder.captioned.items()}
+    return {
+        **described(options),
+        "captioned": captioned,
+        "images": images,
+        "coverage": None if captioned is None else captioned / images,
+        "with_captions": _scores(told, examples) if told else None,
     }
 
 

@@ -31,6 +31,7 @@ class Recorder(Observer):
         self.folder = folder
         self.personal: dict[str, dict[str, Any]] = {}
         self.received: dict[str, dict[str, Any]] = {}
+        self.captioned: dict[str, dict[str, Any]] = {}
         self.bytes = {"up": 0, "down": 0}
         self.train_seconds = 0.0
         self.evaluate_seconds = 0.0
@@ -67,6 +68,8 @@ class Recorder(Observer):
             "log": said["log"],
             "refused": None,
         }
+        if said.get("captioned"):
+            line["captioned"] = self.captioned[client] = said["captioned"]
         self._write(METRICS, line)
         self.train_seconds += said["seconds"]
         if said.get("personal"):
@@ -118,6 +121,8 @@ class Recorder(Observer):
         if line.get("refused"):
             self.refusals.append(f"round {line['round']}, {line['client']}: {line['refused']}")
         self.train_seconds += (line.get("seconds") or 0.0) if "client" in line else 0.0
+        if line.get("captioned"):
+            self.captioned[line["client"]] = line["captioned"]
         for which, kept in (("personal", self.personal), ("received", self.received)):
             if line.get(which):
                 kept[line["client"]] = line[which]

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +146,33 @@ def check_same_federation(out: Path, federation: Federation) -> None:
         )
 
 
+def check_same_captions(out: Path, captions: Mapping[str, Any]) -> None:
+    """InputError unless the captions are those that the run in `out`, if any, began with; their file may have changed.
+
+    `captions` is their record, empty without any.
+    """
+    file = out / ROSTER
+    then = (json.loads(file.read_text(encoding="utf-8")).get("captions") or {}) if file.exists() else captions
+    before, after = then.get("clients", {}), captions.get("clients", {})
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise InputError(
+            f"{out}: began with other captions than there are now; clients whose captions differ: {', '.join(changed)}"
+        )
+
+
 def describe(
-    out: Path, experiment: Experiment, federation: Federation, device: torch.device, digest: str | None
+    out: Path,
+    experiment: Experiment,
+    federation: Federation,
+    device: torch.device,
+    digest: str | None,
+    captions: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what the run is, before it starts."""
+    """Write what the run is, before it starts; `captions` is the record of its captions, if it has any."""
     experiment.write(out / CONFIG)
     write_json(out / ENVIRONMENT, environment(device) | {"digest": digest})
-    write_json(out / ROSTER, describe_federation(federation))
+    write_json(out / ROSTER, describe_federation(federation) | {"captions": captions or None})
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from wardround.captions.book import CaptionBook
 from wardround.captions.options import CaptionOptions
 
 NO_CAPTION = "captions: no image has one, so training is on images alone"
+IMAGES_ALONE = "captions: in training alone; every validation and test figure is of predictions from images alone"
+BOTH = f"{IMAGES_ALONE}, but for `captions.with_captions` in results.json"
 
 
 def notes(books: Sequence[CaptionBook], options: CaptionOptions, batch_size: int) -> tuple[str, ...]:
@@ -26,7 +28,8 @@ def notes(books: Sequence[CaptionBook], options: CaptionOptions, batch_size: int
     rejected = _rejected(books)
     if not any(book.captioned for book in books):
         return (NO_CAPTION, *rejected)
-    return (_counted(books), *rejected, *_floors(books, options, batch_size))
+    used = BOTH if options.at_test else IMAGES_ALONE
+    return (_counted(books), used, *rejected, *_floors(books, options, batch_size))
 
 
 def _counted(books: Sequence[CaptionBook]) -> str:

@@ -17,6 +17,8 @@ class CaptionOptions(Options):
 
     The paper gives the text encoder, the fusion's two heads and its width. Temperature, weight, dropout, and that
     predictions are made from the image alone, are readings of ours.
+
+    Any method takes captions that trains a network on a loss of its own images; see `Method.takes_captions`.
     """
 
     provider: ProviderName = Field(
@@ -61,6 +63,11 @@ class CaptionOptions(Options):
     dropout: float = Field(
         0.3, ge=0, le=1, description="share of training images whose caption is hidden from the fusion, anew each time"
     )
+    in_mixtures: bool = Field(
+        False,
+        description="fm2: the mixtures train on features fused with captions too, hidden as often as dropout says;"
+        " false: on features of images alone, as in a test",
+    )
     alpha: float = Field(0.5, ge=0, description="weight of the contrastive loss (alpha)")
     temperature: float = Field(0.07, gt=0, description="of the contrastive loss (tau)")
     multi_positive: Literal["auto"] | bool = Field(
@@ -70,7 +77,8 @@ class CaptionOptions(Options):
     )
     at_test: bool = Field(
         False,
-        description="fuse captions in validation and test too; only for captions that were made from the image alone",
+        description="at the end, judge personal models with captions too, beside the figures without; only for captions"
+        " that were made from the image alone",
     )
 
     @property
@@ -114,4 +122,8 @@ class CaptionOptions(Options):
             raise ValueError(f"captions.width = {self.width} is not divided by captions.heads = {self.heads}")
         if self.min_words > self.max_words:
             raise ValueError("captions.min_words is above captions.max_words")
+        if not (self.fusion or self.alpha):
+            raise ValueError("captions.fusion = false and captions.alpha = 0 leave captions nothing to do")
+        if self.in_mixtures and not self.fusion:
+            raise ValueError("captions.in_mixtures = true needs captions.fusion = true: features have no captions else")
         return self

@@ -21,6 +21,8 @@ EXPERIMENT, FEDERATION = "experiment.toml", "federation.toml"
 Kind = TypeVar("Kind", bound=Options)
 MIN_COUNT = 20
 IMAGES = "images"  # where a client's images are, unless it says otherwise
+CAPTIONS = "captions.jsonl"  # likewise its captions, where they are in a file
+FILL_IN = "FILL:IN"  # a function that each client has to name for itself: none is called because another side says so
 
 
 class Parties(Options):
@@ -53,6 +55,10 @@ class Agreement:
             tree["data"]["path"] = IMAGES
         if isinstance(self.experiment.model.pretrained, str):
             tree["model"]["pretrained"] = True
+        if self.experiment.captions.file is not None:
+            tree["captions"]["file"] = CAPTIONS
+        if self.experiment.captions.callable is not None:
+            tree["captions"]["callable"] = FILL_IN
         return experiment_from(tree, EXPERIMENT)
 
     def write(self, folder: Path) -> None:

@@ -76,7 +76,8 @@ def departures_text(hospital: Hospital) -> str:
         f"withheld: whatever sums up fewer than {found['min_count']} images (metrics, tables by class, statistics)",
     ]
     lines.append(
-        f"stays here: images, labels, predictions, {len(found['stays'])} entries of the model that are local or frozen"
+        "stays here: images, captions, labels, predictions, "
+        f"{len(found['stays'])} entries of the model that are local or frozen"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 

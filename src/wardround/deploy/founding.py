@@ -9,9 +9,10 @@ from urllib.parse import quote
 
 import tomli_w
 
+from wardround.captions.options import CaptionOptions
 from wardround.config import Experiment
 from wardround.data.read import list_records, read_federation
-from wardround.deploy.agreement import Agreement, Parties, read_options
+from wardround.deploy.agreement import CAPTIONS, Agreement, Parties, read_options
 from wardround.deploy.authority import (
     Certified,
     check_dates,
@@ -59,6 +60,11 @@ CLIENT_TOML = """# What {name} chooses for itself.
 # The same for modalities ({modalities}).
 [modalities]
 """
+CLIENT_CAPTIONS = """
+# Where this hospital's captions come from, where that is not as in experiment.toml: provider, file, callable, phrases,
+# coverage, filter, text_encoder and the like. They stay here. coverage = 0 does without.
+[captions]
+{own}"""
 
 
 @dataclass(frozen=True)
@@ -203,9 +209,17 @@ def _client(out: Path, name: str, agreement: Agreement, plan: Plan, authority: C
         classes=", ".join(parties.classes),
         modalities=", ".join(parties.modalities),
     )
-    (folder / CLIENT).write_text(text, encoding="utf-8")
+    (folder / CLIENT).write_text(text + _captions(agreement.experiment.captions), encoding="utf-8")
     (folder / "README.md").write_text(CLIENT_README.format(name=name), encoding="utf-8")
     return folder
+
+
+def _captions(agreed: CaptionOptions) -> str:
+    """The section of `client.toml` that says where a hospital's captions are; empty where there are to be none."""
+    if agreed.provider == "none":
+        return ""
+    own = {"file": f'file = "{CAPTIONS}"\n', "callable": '# callable = "module:function"   # has to be named\n'}
+    return CLIENT_CAPTIONS.format(own=own.get(agreed.provider, ""))
 
 
 def client_keys(server: Path, clients: Sequence[str]) -> dict[str, bytes]:

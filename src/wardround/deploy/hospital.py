@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from wardround import run_folder
 from wardround.answering import STATE as STATE_SPACE
 from wardround.answering import Answerer
+from wardround.captions.options import CaptionOptions
 from wardround.config import Experiment
 from wardround.data import ClientData, Federation, Samples
 from wardround.data.checking import check_data
 from wardround.data.federation import SPLITS
 from wardround.data.options import PartitionOptions
 from wardround.data.read import list_records, read_federation
-from wardround.deploy.agreement import IMAGES, Agreement, read_agreement, read_options
+from wardround.deploy.agreement import CAPTIONS, IMAGES, Agreement, read_agreement, read_options
 from wardround.deploy.joining import Joining, frozen_digest, joining
 from wardround.deploy.settings import CLIENT, ClientSettings
 from wardround.errors import InputError, suggestion
@@ -34,6 +37,9 @@ from wardround.training.client import Client
 TRAINED_ELSEWHERE, UNREADABLE = {"label-not-trained"}, {"missing-file", "unreadable-image"}
 ALL_ROUNDS = 10**9
 FIXED = ("image_size", "channels", "resize", "colour_constancy", "augment", "max_train_per_client")
+FIXED_CAPTIONS = (
+    "fusion", "width", "heads", "dropout", "in_mixtures", "alpha", "temperature", "multi_positive", "at_test",
+)  # fmt: skip
 
 
 class HospitalAnswerer(Answerer):
@@ -109,12 +115,14 @@ def open_hospital(folder: Path, data: Path | None = None) -> Hospital:
     run = run_of(folder, agreement)
     run_folder.make_folder(run, "the folder of this client's run")
     run_folder.check_same_federation(run, federation)
-    run_folder.describe(run, setup.experiment, federation, setup.device, agreement.digest)
+    captions = setup.captions.record
+    run_folder.check_same_captions(run, captions)
+    run_folder.describe(run, setup.experiment, setup.federation, setup.device, agreement.digest, captions)
     answerer = make_answerer(setup, run, None, 1, Journal(run / STATE), settings.min_count, HospitalAnswerer)
     assert isinstance(answerer, HospitalAnswerer)
     frozen = frozen_digest(answerer.side, setup.model)
     said = joining(agreement, federation.clients[0], settings.min_count, frozen)
-    return Hospital(folder, settings, agreement, answerer, said, federation.notes)
+    return Hospital(folder, settings, agreement, answerer, said, setup.federation.notes)
 
 
 def read_settings(folder: Path) -> ClientSettings:
@@ -140,7 +148,8 @@ def local_experiment(folder: Path, agreement: Agreement, settings: ClientSetting
     """The experiment with this hospital's places in it.
 
     Raises:
-        InputError: a key of [data] that all have to share, or that does not exist.
+        InputError: a key of [data] or [captions] that all have to share, or that does not exist; captions that nobody
+            has agreed on.
     """
     where = str(folder / CLIENT)
     shared = [key for key in settings.data if key in FIXED]
@@ -156,7 +165,37 @@ def local_experiment(folder: Path, agreement: Agreement, settings: ClientSetting
         changes["data.path"] = str(folder / IMAGES)
     if settings.pretrained is not None:
         changes["model.pretrained"] = str((folder / Path(settings.pretrained).expanduser()).resolve())
+    changes |= own_captions(folder, agreement.experiment.captions, settings.captions)
     return agreement.experiment.changed(changes, where)
+
+
+def own_captions(folder: Path, agreed: CaptionOptions, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys of [captions] as this hospital has them; only the network and its loss are the same for all.
+
+    A function is called only where this hospital itself names it.
+
+    Raises:
+        InputError: a key that all have to share; captions where none are agreed on, or none where some are; or a
+            function that is not named.
+    """
+    where, provider = folder / CLIENT, own.get("provider", agreed.provider)
+    shared = [key for key in own if key in FIXED_CAPTIONS]
+    if shared:
+        raise InputError(f"{where}: captions.{shared[0]} is the same for all: experiment.toml says what it is")
+    if agreed.provider == "none":
+        if own:
+            raise InputError(f"{where}: [captions]: experiment.toml has no captions, and all train the same network")
+        return {}
+    if provider == "none":
+        raise InputError(f"{where}: captions.provider: all train the same network; coverage = 0 does without captions")
+    if provider == "callable" and "callable" not in own:
+        raise InputError(f'{where}: captions.callable is missing: name your own function, as "module:function"')
+    changes = {**own, **{key: "none" for key in ("file", "callable") if key != provider}}
+    if provider == "file":
+        changes["file"] = str((folder / Path(own.get("file", CAPTIONS)).expanduser()).resolve())
+    else:
+        changes["states_label"] = own.get("states_label", True)
+    return {f"captions.{key}": value for key, value in changes.items()}
 
 
 def check_images(experiment: Experiment) -> None:

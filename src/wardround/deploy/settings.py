@@ -38,6 +38,9 @@ class ClientSettings(Options):
     data: dict[str, Any] = Field(default_factory=dict, description="keys of [data] that differ here: path and the like")
     labels: dict[str, str] = Field(default_factory=dict, description="this hospital's word = the federation's word")
     modalities: dict[str, str] = Field(default_factory=dict, description="the same for modalities")
+    captions: dict[str, Any] = Field(
+        default_factory=dict, description="keys of [captions] that differ here: where captions come from, and the like"
+    )
 
     @property
     def host(self) -> str:

@@ -65,6 +65,7 @@ class Report(Strict):
         counts: images behind a statistic, where that is not all of `examples`.
         personal: metrics of the client's model after training, when asked for.
         received: metrics of the server's model with the client's local parts, when asked for.
+        captioned: metrics of the client's model on its test images with their captions, when `captions.at_test` is set.
     """
 
     examples: Count
@@ -74,6 +75,7 @@ class Report(Strict):
     counts: dict[str, Count] = {}
     personal: Evaluation | None = None
     received: Evaluation | None = None
+    captioned: Scores | None = None
 
 
 class Instructions(Strict):

@@ -11,6 +11,7 @@ The hooks, by the question that each answers:
 | `loss`             | what does a client minimise?                                    | client |
 | `parameters`       | which parameters train in this round?                           | client |
 | `steps`            | on which batches?                                               | client |
+| `passes`           | how often does a round pass over the images?                    | both   |
 | `optimizer`        | what steps do gradients become?                                 | client |
 | `backward`         | how do gradients come about?                                    | client |
 | `train`            | what is a round of local training?                              | client |
@@ -19,6 +20,8 @@ The hooks, by the question that each answers:
 | `personalise`      | what makes the personal model of what training left?            | client |
 | `predict`, `predict_received` | how is a prediction made, by the personal and the server's model? | client |
 | `predict_shared`, `predicts_alone` | how, and can it, by what is shared alone?      | client |
+| `without_modality` | how does it predict images of unknown modality, in words?       | client |
+| `representations`  | what does it make of an image on the way to a prediction?       | client |
 | `phases`, `sends_state` | which exchanges has a round, and is state sent up in each?  | both   |
 | `closing_phases`   | which exchanges follow the last round?                         | both   |
 | `state_for`, `targets` | what does the server send?                                  | server |
@@ -42,11 +45,14 @@ from wardround.federation.messages import BadMessage, Schema, Spec, named, plain
 from wardround.federation.rounds import TRAIN
 from wardround.federation.rules import Owner, Rules
 from wardround.federation.server import Reply, Server
+from wardround.models.caption_fusion import caption_projection
 from wardround.models.classifier import Classifier
 from wardround.options import Options
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
 from wardround.training.options import TrainingOptions
+
+FEATURES = "features"  # the pooled ones, among a method's `representations`
 
 Weights = Annotated[
     Literal["examples", "uniform"],
@@ -74,6 +80,7 @@ class Method(Options):
     needs_text: ClassVar[bool] = False
     predicts_with_text: ClassVar[bool] = False
     transductive: ClassVar[bool] = False
+    takes_captions: ClassVar[bool] = True
 
     weights: Weights = "examples"
 
@@ -83,9 +90,13 @@ class Method(Options):
         """Change `model` in place before the run: insert modules, replace layers. Default: nothing."""
 
     def rules(self, model: Classifier) -> Rules:
-        """Who owns each entry: frozen blocks nobody, corrector and a local head the client, the rest all."""
-        rules = Rules.of(model).frozen(model.frozen, model.prompts).local(model.corrector)
-        return rules.local(model.head) if model.local_head else rules
+        """Frozen blocks are nobody's; corrector, P_t of captions and a local head the client's; the rest is shared."""
+        own = [*([model.head] if model.local_head else []), *caption_projection(model)]
+        return Rules.of(model).frozen(model.frozen, model.prompts).local(model.corrector, *own)
+
+    def goes_with_captions(self) -> bool:
+        """Whether captions can be fused with what it trains on: not with words for classes in the place of a head."""
+        return self.takes_captions and not self.needs_text
 
     def discreet(self) -> Self:
         """This method with whatever of its own keys makes its messages say least of single images. Default: itself."""
@@ -115,6 +126,14 @@ class Method(Options):
     def closing_phases(self) -> Sequence[str]:
         """The exchanges that follow the last round's, with the same clients. Default: none."""
         return ()
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """Passes over its training images that a client makes in `round`, whatever part of the model each trains.
+
+        Curves and budgets of local epochs count by it. What is done for personal models alone is left out. Default:
+        `local_epochs`.
+        """
+        return training.local_epochs
 
     def sends_state(self, phase: str) -> bool:
         """Whether clients send the shared state in `phase`. Default: always."""
@@ -203,6 +222,20 @@ class Method(Options):
     def predict_shared(self, client: Client, inputs: Tensor) -> Tensor:
         """Logits `(B, C)` of what is shared alone, at a site that never trained. Default: as those of the server's."""
         return self.predict_received(client, inputs)
+
+    def without_modality(self, model: Classifier) -> str:
+        """How images are predicted whose modality is not known, in words. Default: empty, no prediction depends on it.
+
+        Whoever reads `client.shown` in predicting says something here.
+        """
+        return ""
+
+    def representations(self, client: Client, inputs: Tensor) -> Mapping[str, Tensor]:
+        """What the client's model makes of images on the way to its logits, by name, each float32 `(B, ...)`.
+
+        The model is in eval mode, and `client.shown` is what it is for `predict`. Default: the pooled features.
+        """
+        return {FEATURES: client.model.features(inputs).float()}
 
     def predicts_alone(self, model: Classifier) -> bool:
         """Whether what is shared can predict without any client's part. Default: unless the head is a client's own."""

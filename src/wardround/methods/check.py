@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from wardround.captions.options import CaptionOptions
 from wardround.errors import InputError
 from wardround.methods.base import Method
 from wardround.methods.checks import (
@@ -53,13 +54,16 @@ NETWORKS: dict[str, Network] = {
     "gn-cnn": Network("wardround:cnn-gn", 20, 2),
     "resnet4": Network("wardround:resnet4-lib", 16, 1, logit_corrector="prior"),
     "vit-tiny": Network("wardround:vit-tiny", 16, "all", head="shared"),
+    "captioned": Network(
+        "wardround:resnet4-lib", 16, 1, captions=CaptionOptions(provider="template", text_encoder="tiny")
+    ),
     "encoder": Network("wardround:resnet4-lib", 16, 0, dropout=0.0, text=True),
     "resnet18": Network("torchvision:resnet18", 32, 1),
     "densenet121": Network("torchvision:densenet121", 32, 1),
     "efficientnet-b0": Network("torchvision:efficientnet_b0", 64, 2),
 }
-"""Networks by name, the fast ones first: batch norm, group norm, a logit corrector, tokens and nothing frozen, all
-frozen with a text side; the last three nest their layers deeply."""
+"""Networks by name, the fast ones first: batch norm, group norm, a logit corrector, tokens and nothing frozen, images
+with captions, all frozen with a text side; the last three nest their layers deeply."""
 
 Check = Callable[[Bench], str | None]
 CHECKS: dict[str, Check] = {

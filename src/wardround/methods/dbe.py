@@ -17,6 +17,7 @@ from wardround.methods.on_text import need_plain_features
 from wardround.models.classifier import Classifier
 from wardround.models.personal_vector import PersonalVector
 from wardround.training.client import Client, Step
+from wardround.training.options import TrainingOptions
 
 MEANS = "means"
 
@@ -72,6 +73,10 @@ class DBE(FedAvg):
     def phases(self, round: int) -> Sequence[str]:
         """Before the first round the common mean is found."""
         return (MEANS, TRAIN) if round == 1 and self.kappa else (TRAIN,)
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """Those for the mean count in the first round, although their weights are discarded."""
+        return training.local_epochs * len(self.phases(round))
 
     def sends_state(self, phase: str) -> bool:
         """The weights of the pass for the mean are discarded."""

@@ -12,6 +12,7 @@ from wardround.methods.base import FedAvg
 from wardround.methods.proximal import anchors, pull
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
+from wardround.training.options import TrainingOptions
 
 
 class Ditto(FedAvg):
@@ -44,6 +45,10 @@ class Ditto(FedAvg):
         description="epochs: v_k passes over the images in an order of its own; interleaved: it steps on w's very "
         "batches, as in the authors' code",
     )
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """Those of w and those of v_k."""
+        return training.local_epochs + (self.epochs or training.local_epochs)
 
     def train(self, client: Client, phase: str) -> float:
         """The round of w, then that of v_k; w is left in the model, v_k in the memory. Returns w's mean loss."""

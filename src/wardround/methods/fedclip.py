@@ -14,6 +14,7 @@ from wardround.models.classifier import Classifier
 from wardround.models.text_head import AttentionAdapter, CosineHead, UnitLength
 from wardround.training.client import Step
 from wardround.training.losses import contrastive_loss
+from wardround.training.options import TrainingOptions
 
 
 class FedCLIP(Method):
@@ -66,6 +67,10 @@ class CLIPZeroShot(Method):
     needs_text: ClassVar[bool] = True
     stays: ClassVar[str] = "nothing that trains"
     extra_cost: ClassVar[str] = "none; nothing is trained"
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """None."""
+        return 0
 
     def edit(self, model: Classifier, image_size: int) -> None:
         """Put the prompts in the place of the head.

@@ -17,6 +17,7 @@ from wardround.methods.fedbn import FedBN
 from wardround.methods.peers import crossed_loss, distillation_loss
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
+from wardround.training.options import TrainingOptions
 
 OFFLINE = "offline"
 
@@ -57,6 +58,10 @@ class FedCO2(FedBN):
     def target_shapes(self, side: ServerSide) -> Mapping[str, Sequence[int]]:
         """The others' classifiers, one upon another: `(K - 1, C, d)` and `(K - 1, C)`."""
         return {part: (-1, *shape) for part, shape in side.statistic_shapes(TRAIN).items()}
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """For each model the supervised ones and, from the client's second round on, one of distillation."""
+        return 2 * (training.local_epochs + int(self.distil and round > 1))
 
     def train(self, client: Client, phase: str) -> float:
         """The online model's passes, then the offline one's; returns the online model's mean loss."""

@@ -46,7 +46,8 @@ class FedLC(FedAvg):
     def loss(self, step: Step) -> Tensor:
         """The calibrated loss of one batch, whatever `training.loss` says."""
         counts = step.client.counts.to(step.logits.device)
-        return calibrated_loss(step.logits, step.labels, margins(counts, self.tau, self.absent), self.denominator)
+        shifts = margins(counts, self.tau, self.absent)
+        return step.with_captions(calibrated_loss(step.logits, step.labels, shifts, self.denominator))
 
 
 def margins(counts: Tensor, tau: float, absent: Absent) -> Tensor:

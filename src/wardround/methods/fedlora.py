@@ -52,6 +52,8 @@ class FedLoRA(Method):
     stays: ClassVar[str] = "without a text side, the head where it is local; a logit corrector"
     extra_cost: ClassVar[str] = "four thin matrix products for each attention, in every pass"
 
+    takes_captions: ClassVar[bool] = False  # with a text side its loss and head are that side's
+
     weights: Weights = "uniform"
     rank: int = Field(3, ge=1, description="of each low-rank change")
     alpha: float = Field(1.0, gt=0, description="changes are scaled by alpha / rank")

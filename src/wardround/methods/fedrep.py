@@ -13,6 +13,7 @@ from wardround.federation.rules import Owner
 from wardround.methods.fedper import FedPer
 from wardround.training.client import Client, Step
 from wardround.training.local import fit
+from wardround.training.options import TrainingOptions
 
 
 class FedRep(FedPer):
@@ -36,6 +37,10 @@ class FedRep(FedPer):
     schedule: Literal["epochs", "halves"] = Field(
         "epochs", description="epochs: passes for each; halves: the first half of the round's batches is the head's"
     )
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """Those for the head, where it has some of its own, and those for the base."""
+        return training.local_epochs + (self.head_epochs if self.schedule == "epochs" else 0)
 
     def train(self, client: Client, phase: str) -> float:
         """The personal parameters, then the shared ones; returns the latter's mean loss."""

@@ -66,7 +66,8 @@ class FedRoD(FedAvg):
         """The generic and the personal loss; neither's gradient reaches the other's parameters."""
         features, labels = step.features.detach(), step.labels  # before the logits: one forward pass for both
         residual = step.client.model.extras[PERSONAL_HEAD](features)
-        return self.generic(step) + functional.cross_entropy(step.logits.detach() + residual, labels)
+        personal = functional.cross_entropy(step.logits.detach() + residual, labels)
+        return step.with_captions(self.generic(step) + personal)
 
     def generic(self, step: Step) -> Tensor:
         """The loss of the base and the generic head, a scalar."""

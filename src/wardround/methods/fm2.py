@@ -14,7 +14,7 @@ from torch.nn import functional
 from wardround import seeds
 from wardround.federation.rules import Rules
 from wardround.federation.server import Reply, Server
-from wardround.methods.base import Method, ServerSide
+from wardround.methods.base import FEATURES, Method, ServerSide
 from wardround.methods.expertwise import expertwise_mean
 from wardround.methods.proximal import anchors, pull
 from wardround.methods.top_k import Score, highest, scores
@@ -24,8 +24,9 @@ from wardround.models.experts import WIDTH, expert_of
 from wardround.models.modality_clusters import ModalityClusters
 from wardround.models.routing import PRIOR, RoutingKind
 from wardround.training.client import Client, Step
-from wardround.training.inputs import CachedInputs
+from wardround.training.inputs import CachedInputs, Inputs, SometimesTold
 from wardround.training.local import fit
+from wardround.training.options import TrainingOptions
 
 MIXTURES, CLUSTERS = "mixtures", "modality_clusters"  # places in `Classifier.extras`
 DOMAIN = f"extras.{MIXTURES}.domain."  # begins the names of M_d's entries
@@ -52,6 +53,9 @@ class FM2(Method):
     A `fused` round has both stages, `training.local_epochs` passes each; the other schedules have one stage a round,
     hence need twice the rounds, and send the other stage's part as it came. With hard routing, clients without a common
     modality share V and M_d's classifier but no expert; with soft routing all train all experts, which suits `plain`.
+
+    Captions enter V in stage 1, with their loss. Scores and, by default, the features of stage 2 are of images alone:
+    the mixtures learn on what they will predict from, and cannot lean on captions that state the class.
 
     New images of a client with one modality are of that one. Elsewhere an unknown modality means all experts alike, or
     the nearest of the client's own mean features (`clusters`, which never leave it, and so know no other modalities).
@@ -97,6 +101,7 @@ class FM2(Method):
     aggregation: Literal["expertwise", "plain"] = Field(
         "expertwise", description="of M_d's experts: by images of their modality; plain: by all images"
     )
+    aggregate: bool = Field(True, description="share V and M_d; without, every client trains the same networks alone")
     unknown_modality: Literal["mean", "clusters"] = Field(
         "mean", description="images of unknown modality: all experts alike, or the expert of the nearest mean feature"
     )
@@ -124,7 +129,8 @@ class FM2(Method):
         """V and M_d are shared; F_h, M_c and what tells modalities apart are local, whatever `model.head` says."""
         pair = mixtures(model)
         local = [model.head, pair.by_class, *(model.extras[key] for key in model.extras if key == CLUSTERS)]
-        return super().rules(model).local(*local, *([] if self.gamma_d else [pair.domain]))
+        rules = super().rules(model).local(*local, *([] if self.gamma_d else [pair.domain]))
+        return rules if self.aggregate else rules.local(model).frozen(model.frozen, model.prompts)
 
     def statistic_shapes(self, model: Classifier, image_size: int, phase: str) -> Mapping[str, Sequence[int]]:
         """`images/e`, a number, for every modality e."""
@@ -142,7 +148,11 @@ class FM2(Method):
 
     @property
     def _expertwise(self) -> bool:
-        return self.aggregation == "expertwise" and self.gamma_d > 0
+        return self.aggregate and self.aggregation == "expertwise" and self.gamma_d > 0
+
+    def passes(self, training: TrainingOptions, round: int) -> int:
+        """Those of each stage: a fused round has two. Stage 2 passes over D_s alone, and counts the same."""
+        return training.local_epochs * (2 if self.schedule == "fused" else 1)
 
     # ---- client half
 
@@ -180,8 +190,19 @@ class FM2(Method):
         client.log |= {"chosen_images": len(rows), "chosen_classes": int((counts > 0).sum())}
         if self.top_k != "all":
             client.log["classes_below_k"] = int(((client.counts > 0) & (client.counts < self.top_k)).sum())
-        inputs = CachedInputs([features[rows]], client.device, torch.contiguous_format)
-        return replace(client, inputs=inputs, labels=labels, modality=client.modality[rows], counts=counts)
+        return replace(
+            client, inputs=self.features_of(client, features, rows), labels=labels, modality=client.modality[rows],
+            counts=counts, captions=None,
+        )  # fmt: skip
+
+    def features_of(self, client: Client, features: Tensor, rows: Tensor) -> Inputs:
+        """Stage 2's inputs, of the images `rows` among `features` `(N, d)`, which are those of images alone."""
+        alone = CachedInputs([features[rows]], client.device, torch.contiguous_format)
+        captions = client.captions
+        if captions is None or not captions.options.in_mixtures:
+            return alone
+        fused = replace(alone, views=[client.training_features(told=True)[rows]])
+        return SometimesTold(alone, fused, captions.options.dropout)
 
     @torch.no_grad()
     def choose(self, client: Client, features: Tensor) -> Tensor:
@@ -230,6 +251,16 @@ class FM2(Method):
         logits: Tensor = mixtures(client.model)(v, self._modality(client, v))
         return logits
 
+    def representations(self, client: Client, inputs: Tensor) -> Mapping[str, Tensor]:
+        """The features v `(B, d)`; `mixtures`, gamma_d X_d beside gamma_c X_c; and `domain`, X_d alone `(B, w)`.
+
+        Only the alignment's effect on X_d shows: V is trained without M_d, and stands still while M_d is trained.
+        """
+        v = client.model.features(inputs).float()
+        pair, modality = mixtures(client.model), self._modality(client, v)
+        found = {FEATURES: v, MIXTURES: pair.mixtures(v, modality)}
+        return found | ({"domain": pair.domain.mixture(v, modality)} if self.gamma_d else {})
+
     def predict_shared(self, client: Client, inputs: Tensor) -> Tensor:
         """The logits of M_d alone."""
         v = client.model.features(inputs).float()
@@ -237,8 +268,17 @@ class FM2(Method):
         return logits
 
     def predicts_alone(self, model: Classifier) -> bool:
-        """M_d does, where there is one."""
-        return self.gamma_d > 0
+        """M_d does, where there is one that travels."""
+        return self.aggregate and self.gamma_d > 0
+
+    def without_modality(self, model: Classifier) -> str:
+        """By all experts, by the gate, or as the nearest mean says; empty where y is the same for every modality."""
+        leaning = self.routing == "hard" or (self.routing == "prior" and self.prior > 0)
+        if not (leaning and self.gamma_d and len(model.modalities) > 1):
+            return ""
+        if self.unknown_modality == "clusters" and bool(clusters_of(model).images.any()):
+            return "taken for the one of the nearest mean feature"
+        return "all experts alike" if self.routing == "hard" else "experts by the gate alone"
 
     def _modality(self, client: Client, v: Tensor) -> Tensor | None:
         """Of the images in hand with features v `(B, d)`, int64 `(B,)`; None where it is unknown."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from wardround.methods.base import FedAvg
 from wardround.methods.on_text import need_plain_features
+from wardround.models.caption_fusion import telling
 from wardround.models.classifier import Classifier
 from wardround.training.client import Client, Step
 
@@ -89,7 +90,7 @@ class MOON(FedAvg):
 @torch.no_grad()
 def reference_features(reference: Classifier, step: Step) -> Tensor:
     """What another network makes of a batch: features `(B, d)`, float32, without a graph."""
-    with step.client.arithmetic():
+    with step.client.arithmetic(), telling(reference, step.captions):
         return reference.features(step.inputs).float()
 
 

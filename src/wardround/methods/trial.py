@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from wardround import seeds
-from wardround.answering import STATE, Answerer, under
+from wardround.answering import NO_CAPTIONS, STATE, Answerer, under
+from wardround.captions.gathering import GatheredCaptions, gather
+from wardround.captions.inserting import insert_captions
+from wardround.captions.options import CaptionOptions
+from wardround.captions.template import TemplateCaptions
+from wardround.captions.text_encoders import WordVectors
+from wardround.captions.vocabulary import Vocabulary
 from wardround.data import Federation
 from wardround.data.federation import ClientData, Samples, samples
-from wardround.errors import RunError
+from wardround.errors import InputError, RunError
 from wardround.federation.codecs import codec_named
 from wardround.federation.local import InProcess
 from wardround.federation.messages import BadMessage, Message
@@ -106,6 +112,7 @@ class Network:
         logit_corrector: none, or a kind.
         dropout: before the head.
         text: with a made-up text side, as an encoder.
+        captions: of the training images, from templates; None for none.
     """
 
     backbone: str
@@ -115,6 +122,7 @@ class Network:
     logit_corrector: Literal["none"] | CorrectorKind = "none"
     dropout: float = 0.2
     text: bool = False
+    captions: CaptionOptions | None = None
 
     def model(self, method: Method, seed: int = 0) -> Classifier:
         """The network for `CLASSES` classes as `method` edits it.
@@ -134,6 +142,10 @@ class Network:
         if self.text:
             tower = MadeUpText(model.head.in_features)
             model.prompts = prompts_for(tower, tuple("wxyz"), TextOptions(), 100.0, seed)
+        if self.captions is not None:
+            if not method.goes_with_captions():
+                raise InputError(f"{method.name} takes no captions")
+            insert_captions(model, self.captions, WordVectors.dim, seed)
         with seeds.torch_scope(seed, "edit"):
             method.edit(model, self.image_size)
         return model
@@ -260,8 +272,16 @@ class Trial:
         cache = PrefixCache(model, self.options, size, "none", self.seed, torch.device("cpu"), 2**30, None)
         store, codec = ClientStore(Path("state"), 2**30), codec_named("float32")
         return ObservedAnswerer(
-            self.method, model, self.federation, self.options, size, cache, store, codec, self.seed, None
-        )
+            self.method, model, self.federation, self.options, size, cache, store, codec, self.seed, None,
+            captions=self._captions(),
+        )  # fmt: skip
+
+    def _captions(self) -> GatheredCaptions:
+        options, data = self.network.captions, self.federation
+        if options is None:
+            return NO_CAPTIONS
+        provider = TemplateCaptions(Vocabulary(data.classes, data.modalities), self.seed)
+        return gather(options, data, provider, WordVectors(), self.seed, self.options.batch_size)
 
     def run(self, rounds: int) -> Self:
         """Go on until `rounds` rounds are done.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from wardround.models.classifier import Classifier
 
 WIDTH = 256
 HEADS = 2
@@ -130,23 +132,28 @@ class CaptionedPool(nn.Module):
     Args:
         pool: the backbone's pooling.
         features: what it puts out.
-        text_features: D of caption tokens.
+        text_features: D of caption tokens; None where there will be no captions, as at a server or in a prediction.
         fusion: fuses; None for the loss alone.
         width: of P_v and P_t, and of the fusion.
 
     Attributes:
         image: P_v, part of what is shared.
-        text: P_t, which stays at its client as the captions do.
+        text: P_t, which stays at its client as the captions do; the identity where there are none.
         out_features: of the pooled features.
     """
 
     def __init__(
-        self, pool: nn.Module, features: int, text_features: int, fusion: CaptionFusion | None, width: int = WIDTH
+        self,
+        pool: nn.Module,
+        features: int,
+        text_features: int | None,
+        fusion: CaptionFusion | None,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
         self.pool, self.features = pool, features
         self.image = nn.Linear(features, width)
-        self.text = nn.Linear(text_features, width)
+        self.text: nn.Module = nn.Identity() if text_features is None else nn.Linear(text_features, width)
         self.fusion = fusion
         self.out_features = features if fusion is None else width
         self._ear = _Ear()
@@ -186,6 +193,19 @@ class CaptionedPool(nn.Module):
         heard.image, heard.caption = tokens.mean(1), self.text(heard.captions.sentences())
         fused: Tensor = fusion(tokens, self.text(heard.captions.tokens), heard.captions.mask)
         return fused
+
+
+def telling(model: Classifier, captions: CaptionBatch | None) -> AbstractContextManager[Heard | None]:
+    """Within the block, the images that `model` sees have these captions; None, or a model that takes none, for none.
+
+    Outside of such a block no network is ever told a caption.
+    """
+    return model.pool.listening(captions) if isinstance(model.pool, CaptionedPool) else nullcontext()
+
+
+def caption_projection(model: Classifier) -> list[nn.Module]:
+    """P_t, which stays at its client with the captions; empty for a model that takes none."""
+    return [model.pool.text] if isinstance(model.pool, CaptionedPool) else []
 
 
 def image_tokens(h: Tensor, pool: nn.Module, features: int) -> Tensor:

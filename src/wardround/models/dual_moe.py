@@ -112,6 +112,18 @@ class DualMoE(nn.Module):
             parts.append(self.gamma_c * self.by_class(v))
         return torch.stack(parts).sum(0)
 
+    def mixtures(self, v: Tensor, modality: Tensor | None = None) -> Tensor:
+        """`[gamma_d X_d ; gamma_c X_c]`, what stands before the classifiers, of features `(B, d)`.
+
+        `(B, 2w)`, or `(B, w)` where a part counts 0; `modality` as above.
+        """
+        parts: list[Tensor] = []
+        if self.gamma_d:
+            parts.append(self.gamma_d * self.domain.mixture(v, modality))
+        if self.gamma_c:
+            parts.append(self.gamma_c * self.by_class.mixture(v))
+        return torch.cat(parts, 1)
+
 
 def dual_moe(
     size: Size,

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from wardround import seeds
+from wardround.captions.telling import ClientCaptions
 from wardround.federation.rules import Owner, Rules
+from wardround.models.caption_fusion import CaptionBatch, Heard, telling
 from wardround.models.classifier import Classifier
 from wardround.training.arithmetic import arithmetic
 from wardround.training.batches import batch_starts, shuffled_batches
@@ -46,6 +48,7 @@ class Client:
         fits: how often the model has been trained in this exchange.
         unlabelled: images of held-out sites, without labels, for a method that is `transductive`; else None.
         shown: modalities int64 `(B,)` of the images that are being predicted; None where they are not known.
+        captions: of the training images, which `steps` tell the network; None without captions.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Client:
     fits: int = 0
     unlabelled: Inputs | None = None
     shown: Tensor | None = None
+    captions: ClientCaptions | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -93,13 +97,16 @@ class Client:
         number = 0
         for _ in range(epochs):
             for rows in shuffled_batches(len(self), batch_size or self.options.batch_size, order):
-                yield self._step(number, rows, augmentation)
+                yield self._step(number, rows, augmentation, self.captions)
                 number += 1
 
-    def _step(self, number: int, rows: Tensor, augmentation: np.random.Generator | None) -> Step:
+    def _step(
+        self, number: int, rows: Tensor, augmentation: np.random.Generator | None, captions: ClientCaptions | None
+    ) -> Step:
         inputs = self.inputs.batch(rows, augmentation)
         labels, modality = (known.index_select(0, rows).to(self.device) for known in (self.labels, self.modality))
-        return Step(self, number, inputs, labels, modality)
+        told = None if captions is None else captions.batch(rows, self.device)
+        return Step(self, number, inputs, labels, modality, told)
 
     def batches(self, epochs: int) -> int:
         """How many steps `steps(epochs)` has."""
@@ -162,10 +169,13 @@ class Client:
         return twin.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def training_features(self) -> Tensor:
-        """Pooled features `(N, d)` of the training images without augmentation, on the processor, as the model is."""
-        batches = torch.split(torch.arange(len(self)), self.options.batch_size)
-        return torch.cat([self._step(0, rows, None).features.cpu() for rows in batches])
+    def training_features(self, told: bool = False) -> Tensor:
+        """Pooled features `(N, d)` of the training images without augmentation, on the processor, as the model is.
+
+        They are those of the images alone, as in a test, or with `told` fused with their captions.
+        """
+        batches, captions = torch.split(torch.arange(len(self)), self.options.batch_size), self.captions
+        return torch.cat([self._step(0, rows, None, captions if told else None).features.cpu() for rows in batches])
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """The way in which the trained blocks compute."""
@@ -182,6 +192,8 @@ class Step:
         inputs: `(B, ...)`, outputs of the frozen blocks.
         labels: int64 `(B,)`.
         modality: int64 `(B,)`.
+        captions: what the network is told of the images; None for nothing.
+        heard: what it made of images and captions, once it ran.
     """
 
     client: Client
@@ -189,11 +201,13 @@ class Step:
     inputs: Tensor
     labels: Tensor
     modality: Tensor
+    captions: CaptionBatch | None = None
+    heard: Heard | None = field(default=None, init=False)
 
     @cached_property
     def features(self) -> Tensor:
         """The pooled features `(B, features)`, float32. Asked for before the logits, they serve for both."""
-        with self.client.arithmetic():
+        with self.client.arithmetic(), telling(self.client.model, self.captions) as self.heard:
             return self.client.model.features(self.inputs).float()
 
     @cached_property
@@ -202,18 +216,40 @@ class Step:
         model = self.client.model
         if "features" in self.__dict__:
             return model.classify(self.features)
-        with self.client.arithmetic():  # the model as a whole, since that is what may have been compiled
+        # The model as a whole, since that is what may have been compiled.
+        with self.client.arithmetic(), telling(model, self.captions) as self.heard:
             logits: Tensor = model(self.inputs)
         return logits.float()
 
     @property
     def task_loss(self) -> Tensor:
-        """The task loss of this batch, a scalar."""
-        return self.client.task_loss(self.logits, self.labels)
+        """The task loss of this batch, a scalar; with captions, alpha times their contrastive loss on top."""
+        return self.with_captions(self.client.task_loss(self.logits, self.labels))
+
+    def with_captions(self, loss: Tensor) -> Tensor:
+        """`loss`, and alpha times the captions' contrastive loss: for a method whose loss is not the task loss."""
+        captions, contrast = self.client.captions, self.caption_loss
+        return loss if captions is None or contrast is None else loss + captions.options.alpha * contrast
+
+    @cached_property
+    def caption_loss(self) -> Tensor | None:
+        """The contrastive loss of images and captions, a scalar; None without captions, or too few. It is logged."""
+        self.logits  # noqa: B018 - the forward pass fills `heard`
+        captions, client = self.client.captions, self.client
+        loss = None if captions is None or self.heard is None else captions.loss(self.heard)
+        if loss is not None:
+            total, batches = client.scratch.get("caption losses", (0.0, 0))
+            client.scratch["caption losses"] = total, batches = total + float(loss.detach()), batches + 1
+            client.log["caption_loss"] = total / batches
+        return loss
 
     def split(self, parts: int) -> list[Step]:
         """This batch as `parts` smaller ones of nearly equal size; with fewer images than that, the batch each time."""
         if len(self.labels) < parts:
             return [replace(self) for _ in range(parts)]
         divided = zip(*(whole.tensor_split(parts) for whole in (self.inputs, self.labels, self.modality)), strict=True)
-        return [Step(self.client, self.number, *part) for part in divided]
+        told = [None] * parts if self.captions is None else self.captions.split(parts)
+        return [
+            Step(self.client, self.number, inputs, labels, modality, captions)
+            for (inputs, labels, modality), captions in zip(divided, told, strict=True)
+        ]

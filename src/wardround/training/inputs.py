@@ -88,6 +88,32 @@ class ImageInputs:
             return self.model.prefix(prepared).float()
 
 
+@dataclass(frozen=True)
+class SometimesTold:
+    """Features of images fused with their captions, which are hidden from a share of them, anew each time.
+
+    Attributes:
+        alone: features of images alone.
+        told: features of the same images with what captions they have.
+        hidden: that share.
+    """
+
+    alone: CachedInputs
+    told: CachedInputs
+    hidden: float
+
+    def __len__(self) -> int:
+        return len(self.alone)
+
+    def batch(self, rows: Tensor, stream: np.random.Generator | None) -> Tensor:
+        """float32 `(B, d)`; `stream` decides whose caption is hidden, None hides all."""
+        alone = self.alone.batch(rows, None)
+        if stream is None:
+            return alone
+        hidden = torch.from_numpy(stream.random(len(rows)) < self.hidden).to(alone.device)
+        return torch.where(hidden[:, None], alone, self.told.batch(rows, None))
+
+
 def prefix_outputs(inputs: ImageInputs, stream: np.random.Generator | None, dtype: torch.dtype) -> Tensor:
     """Outputs of the frozen blocks for every image, laid out as `CachedInputs` keeps them, on the CPU.
 
