@@ -3,7 +3,9 @@
     python benchmarks/methods.py [--only ditto moon] [--rounds 7] [--clients 20 --images 100] [--memory] [--out DIR]
 
 The methods take turns round by round in one process, on one thread, with W1's federation and network (see rounds.py)
-and, but for `KEYS`, their default keys. Nothing is evaluated: work for personal models alone is not counted.
+and, but for `KEYS`, their default keys. Those in `NETWORKS` race on a network of their own, with at most four clients:
+beside W1's small one their other parts would be most of a round. Nothing is evaluated: work for personal models alone
+is not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 import processes
 import tables
 from rounds import NEVER, Workload, experiment_of, federation_of
+from wardround.config import Experiment
 from wardround.data.federation import Federation
 from wardround.errors import InputError
 from wardround.experiment import open_transport, set_up
@@ -58,10 +61,13 @@ EXPECTED: dict[str, tuple[float, str]] = {
     "fdse": (2.1, "1.83 forward and backward with erasers, their moments 0.15, the server's inner products 0.1"),
     "pafp": (2.2, "1.60 forward and backward with the layers, moments and their loss 0.3, two gradients apart 0.3"),
     "pafp-alt": (2.2, "as pafp, in turns"),
+    "fm2": (2.2, "two epochs, at most 1.1 of two plain ones: the second is a forward pass and the experts'"),
 }
 
 # Keys that differ from the defaults: W1's images have one channel, which cannot be divided into groups.
 KEYS: dict[str, dict[str, Any]] = {"pafp": {"groups": 1}, "pafp-alt": {"groups": 1}}
+NETWORKS = {"fm2": "wardround:resnet4"}
+FEW = 4  # clients of a race on such a network
 MIB = processes.MIB
 
 
@@ -79,16 +85,24 @@ class SteadyLoop(RoundLoop):
         return time.process_time() - started
 
 
-def loop_of(name: str, federation: Federation, training: TrainingOptions | None = None) -> SteadyLoop:
-    """A method on W1's network, ready for its first round.
+def experiment_with(name: str, backbone: str | None, training: TrainingOptions | None) -> Experiment:
+    """W1's experiment with a method, a network (None: W1's own) and an arithmetic (None: whatever is best)."""
+    base = experiment_of(NEVER, 1)
+    changes: dict[str, Any] = {"method": {"name": name} | KEYS.get(name, {})}
+    changes |= {"training": training} if training else {}
+    changes |= {"model": base.model.model_copy(update={"backbone": backbone})} if backbone else {}
+    return base.model_copy(update=changes)
+
+
+def loop_of(
+    name: str, federation: Federation, training: TrainingOptions | None = None, backbone: str | None = None
+) -> SteadyLoop:
+    """A method on a network, ready for its first round; see `experiment_with`.
 
     Raises:
         InputError: the method does not go with this network.
     """
-    changes: dict[str, Any] = {"method": {"name": name} | KEYS.get(name, {})} | (
-        {"training": training} if training else {}
-    )
-    setup = set_up(experiment_of(NEVER, 1).model_copy(update=changes), federation)
+    setup = set_up(experiment_with(name, backbone, training), federation)
     transport = open_transport(setup, Path(tempfile.mkdtemp()), None, 1)
     server = Server(dict(setup.side.initial_state))
     return SteadyLoop(
@@ -99,11 +113,23 @@ def loop_of(name: str, federation: Federation, training: TrainingOptions | None 
 # ---- seconds -------------------------------------------------------------------------------------------------------
 
 
-def race(names: Sequence[str], load: Workload, rounds: int) -> list[dict[str, Any]]:
+def races(names: Sequence[str], load: Workload, rounds: int) -> list[dict[str, Any]]:
+    """A race on W1's network, and one on each network that some of the methods have to themselves."""
+    small = [name for name in names if name not in NETWORKS]
+    rows = race(small, load, rounds) if small else []
+    few = Workload(load.name, min(load.clients, FEW), load.images)
+    for backbone in dict.fromkeys(NETWORKS[name] for name in names if name in NETWORKS):
+        own = [name for name in names if NETWORKS.get(name) == backbone]
+        rows += [row | {"backbone": backbone} for row in race(own, few, rounds, backbone)]
+    return rows
+
+
+def race(names: Sequence[str], load: Workload, rounds: int, backbone: str | None = None) -> list[dict[str, Any]]:
     """Let the methods take turns for `rounds` rounds after one that warms up."""
     federation = federation_of(load)
-    training = set_up(experiment_of(1, 1), federation).experiment.training  # the same arithmetic for all
-    loops = {name: loop_of(name, federation, training) for name in dict.fromkeys((REFERENCE, *names))}
+    # The same arithmetic for all.
+    training = set_up(experiment_with(REFERENCE, backbone, None), federation).experiment.training
+    loops = {name: loop_of(name, federation, training, backbone) for name in dict.fromkeys((REFERENCE, *names))}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds + 1):
         for name, loop in loops.items():
@@ -163,7 +189,7 @@ def show(rows: Sequence[dict[str, Any]], load: Workload) -> None:
     """Print the table of seconds."""
     body = [
         [
-            row["method"],
+            " on ".join([row["method"], *filter(None, [row.get("backbone")])]),
             f"{row['cpu_seconds']:.2f}",
             f"{row['factor']:.2f}",
             "" if row["at_most"] is None else f"{row['at_most']:.2f}",
@@ -208,7 +234,7 @@ def run(out: Path, names: Sequence[str], load: Workload, rounds: int, clients: S
     torch.set_num_threads(1)
     result: dict[str, Any] = {"machine": processes.machine()}
     names = possible(names)
-    result["seconds"] = race(names, load, rounds)
+    result["seconds"] = races(names, load, rounds)
     show(result["seconds"], load)
     if clients:
         result["memory"] = measure_memory(names, clients)

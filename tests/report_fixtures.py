@@ -218,6 +218,7 @@ def run_results(
             "shared_elements": 120_000 * method.shares,
             "statistic_elements": 5_600 * method.statistics,
         },
+        "parameters": {"shared": 118_000 * method.shares, "local": 400 + 118_000 * (not method.shares), "frozen": 0},
         "seconds": {"setup": 2.0, "train": 61.0, "evaluate": 9.5, "total": 44.0},
         "warnings": [
             *(cautions if few and method.statistics else []),

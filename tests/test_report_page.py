@@ -195,8 +195,27 @@ def test_bytes_are_those_of_the_messages(single: Page) -> None:
     size = 4 * 125_600 + 310
     row = next(text for _, text in single.all("tr") if "120,000" in text)
     assert row == f"pafp-alt T=2 {size / 1000:.0f} kB {size / 1000:.0f} kB {12 * size / 1e6:.2f} MB " + (
-        f"{12 * size / 1e6:.2f} MB 120,000 5,600"
+        f"{12 * size / 1e6:.2f} MB 120,000 5,600 123,600"
     )
+    assert "÷ fedavg" not in single.text
+
+
+def test_methods_are_compared_over_local_epochs(compared: Page, single: Page) -> None:
+    """One chart a figure for the mean over clients, one for each client; a run alone is drawn over its rounds."""
+    charts = [attrs["aria-label"] for tag, attrs, _ in compared.elements if tag == "svg" and "aria-label" in attrs]
+    over = [words.split(",")[1] for words in charts if "over the local epochs" in words]
+    assert over[:2] == [" Accuracy", " Balanced accuracy"]
+    assert len(over) == 2 + len(SMALL.clients)
+    assert "passes over its training images, whatever part of the model each trains" in compared.text
+    assert "local epoch" not in single.text
+
+
+def test_uploads_are_compared_with_federated_averaging(compared: Page) -> None:
+    """118,000 shared parameters, and of the last two methods 5,600 statistics: 123,600 / 118,000 = 1.047."""
+    rows = [text for _, text in compared.all("tr") if text.endswith(("0.000", "1.000", "1.047"))]
+    assert [row.split()[-2:] for row in rows] == [
+        ["0", "0.000"], ["118,000", "1.000"], ["123,600", "1.047"], ["123,600", "1.047"],
+    ]  # fmt: skip
 
 
 def test_commands_that_repeat_the_runs_are_complete(compared: Page) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from report_fixtures import METHODS, World, write_compare, write_run
+from report_fixtures import METHODS, Method, World, write_compare, write_run
 from wardround.errors import InputError
 from wardround.report import series
 from wardround.report.reading import Refusal, load
@@ -110,6 +111,19 @@ def test_curves_are_means_over_seeds_with_their_spread() -> None:
     line = series.over_runs("x", [(1, 2.0), (2, 5.0), (1, 4.0), (2, float("nan"))])
     assert (line.x, line.y) == ([1, 2], [3.0, 5.0])
     assert line.spread == pytest.approx([2**0.5, 0.0])
+
+
+def test_curves_over_local_epochs_count_passes(tmp_path: Path) -> None:
+    """FM²'s fused rounds count twice; the mean is over clients, or at one of them."""
+    folder = write_run(tmp_path / "run", SMALL, Method("fm2", "fm2", 0.7))
+    (system,) = load(folder).systems
+    at = {(round, client): scores["accuracy"] for round, client, scores in system.runs[0].scores("personal", "test")}
+    line = series.convergence_curve(system, "accuracy", "fm2", look=9)
+    assert (line.x, line.look, line.dash) == ([2, 4, 6], 9, 1)
+    means = [100 * np.mean([at[round, client] for client in SMALL.clients]) for round in (1, 2, 3)]
+    assert line.y == pytest.approx(means)
+    one = series.convergence_curve(system, "accuracy", "fm2", client=SMALL.clients[1])
+    assert one.y == pytest.approx([100 * at[round, SMALL.clients[1]] for round in (1, 2, 3)])
 
 
 def test_logs_are_averaged_over_clients_and_bytes_over_seeds(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command_fixtures import refused, wardround
+from command_fixtures import refused, rows, wardround
 from experiment_fixtures import TINY, tiny, tiny_file
 from wardround import studying
 from wardround.config import experiment_from
 from wardround.errors import InputError, RunError
 from wardround.report.study_figures import quality, resources
 from wardround.report.study_page import study_markdown, study_tables
-from wardround.studies import STUDIES, Axis, Study, clients_axis
+from wardround.studies import STUDIES
+from wardround.study import Axis, Study, clients_axis
 from wardround.studying import check_held_out, plan_study, run_study
 
 TOY = Study(
@@ -52,14 +53,6 @@ class Notes:
     def ended(self, label: str, seed: int, error: str | None) -> None:
         """Nothing may fail here."""
         assert error is None
-
-
-def rows(page: str, heading: str) -> dict[str, dict[str, str]]:
-    """The cells of the table whose title begins a line, by the row's name and the column's heading; no bold."""
-    table = re.search(r"(?:^\|.*\n?)+", page[page.index(heading) :], re.M)
-    assert table is not None
-    cells = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in table[0].splitlines()]
-    return {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[2:]}
 
 
 # ---- declarations
@@ -187,6 +180,9 @@ def test_resources_are_counted_a_client_and_round(toy: Path) -> None:
     assert ours["frozen"] == theirs["frozen"] > 0
     table = rows((toy / "study.md").read_text(), "What it takes.")
     assert table["half"]["trainable"] == table["whole"]["trainable"] == f"{ours['shared'] + ours['local']:,}"
+    assert table["half"]["numbers up, a client and round"] == f"{theirs['shared']:,}"
+    assert (table["half"]["rounds"], table["half"]["local epochs"]) == ("1", "1")
+    assert "÷ fedavg" not in table["half"]  # of nothing else
     assert table["half"]["up, uncoded"] == table["whole"]["up, a client and round"]
     assert table["half"]["up, uncoded"] != table["half"]["up, a client and round"]
 
@@ -233,19 +229,23 @@ def test_held_out_scores_are_a_column_where_there_are_any(toy: Path) -> None:
 
 
 def test_results_of_older_versions_fit() -> None:
-    client = {"accuracy": [0.5, 1.0], "balanced_accuracy": [0.5, 1.0], "auroc": [None, 0.75]}
+    client = {"n_train": 30, "accuracy": [0.5, 1.0], "balanced_accuracy": [0.5, 1.0], "auroc": [None, 0.75]}
+    other = {"n_train": 10, "accuracy": [0.9, 0.2], "balanced_accuracy": [0.5, 1.0], "auroc": [None, 0.25]}
     results = {
-        "clients": {"a": client, "b": {**client, "auroc": [None, 0.25]}},
+        "clients": {"a": client, "b": other},
         "summary": {"pooled_balanced_accuracy": {"mean": 0.5, "std": 0.1}},
         "communication": {"bytes_up": 100, "bytes_down": 50},
         "seconds": {"train": 3.0},
     }
     found = quality(results)
-    assert found["accuracy"] == {"mean": 0.75, "std": pytest.approx(0.125**0.5)}
+    assert found["accuracy"] == pytest.approx({"mean": 0.65, "std": 0.005**0.5})  # 0.7 and 0.6
+    assert found["weighted_accuracy"] == pytest.approx({"mean": 0.7, "std": 0.02**0.5})  # 0.6 and 0.8
+    assert found["weighted_balanced_accuracy"] == pytest.approx({"mean": 0.75, "std": 0.125**0.5})
     assert found["auroc"] == {"mean": 0.5, "std": 0.0}
     assert "held_out" not in found
     assert resources(results, 4.0) == {
         "seconds": None, "bytes_up": 100, "bytes_down": 50, "up_each": 25.0, "down_each": 12.5, "parameters": None,
+        "numbers_up": None,
     }  # fmt: skip
     assert resources(results, 0.0)["up_each"] is None
     assert study_tables({"parts": []}) == []

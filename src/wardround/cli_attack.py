@@ -10,10 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from wardround.cli import AsJson, command, out_console
-from wardround.cli import _names as names_in
-from wardround.cli import _say as say
-from wardround.cli import _tell as tell
+from wardround.cli_base import AsJson, command, names_in, out_console, say, tell
 from wardround.errors import InputError
 
 

@@ -10,12 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from wardround.cli import AsJson, ExperimentFile, Overrides, command, err_console, out_console
-from wardround.cli import _load as load
-from wardround.cli import _names as names_in
-from wardround.cli import _say as say
-from wardround.cli import _show_records as show_records
-from wardround.cli import _tell as tell
+from wardround.cli_base import (
+    AsJson,
+    ExperimentFile,
+    Overrides,
+    command,
+    err_console,
+    load,
+    names_in,
+    out_console,
+    say,
+    show_records,
+    tell,
+)
 from wardround.errors import InputError, RunError
 
 

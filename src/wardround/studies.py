@@ -1,111 +1,17 @@
 """Named studies of methods: what is compared with what, declared as data.
 
-A study is an experiment of the user's with declared changes around it. `wardround.studying` runs it.
+A study is an experiment of the user's with declared changes around it: see `wardround.study`. `wardround.studying` runs
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from wardround.errors import InputError, suggestion
 from wardround.federation.codecs import CODECS
-from wardround.systems import as_folder
-
-Changes = Mapping[str, Any]
-"""Dotted keys of an experiment file, and the values that they get."""
-
-IID_ALPHA = 1e6
-"""Dirichlet shares at this concentration are equal to a thousandth: every client gets the same of every class."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One way in which the parts of a study differ: a name, and by label what each choice changes."""
-
-    name: str
-    choices: Mapping[str, Changes]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One comparison of a study, on a federation of its own. The label of a study's only part is empty."""
-
-    label: str
-    changes: Changes
-
-    @property
-    def folder_name(self) -> str:
-        """The label as a folder's name."""
-        return as_folder(self.label)
-
-
-@dataclass(frozen=True)
-class Study:
-    """A declared set of systems around an experiment.
-
-    Attributes:
-        name: on the command line.
-        title: of its table.
-        question: what it answers, in a sentence.
-        source: the paper that it is taken from.
-        method: the method that all its systems are; None for whatever the experiment or `--methods` names.
-        systems: by label what each changes; empty for those that the experiment or `--methods` names.
-        axes: every combination of their choices is a part, a comparison on a federation of its own.
-        reference: label of the system that the others are compared with; None for the best.
-        uncoded: label of the system whose messages are not coded: the others' bytes are shown beside its own.
-        needs_held_out: whether it asks for a site that never trains.
-    """
-
-    name: str
-    title: str
-    question: str
-    source: str
-    method: str | None = None
-    systems: Mapping[str, Changes] = field(default_factory=dict)
-    axes: tuple[Axis, ...] = ()
-    reference: str | None = None
-    uncoded: str | None = None
-    needs_held_out: bool = False
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The comparisons that it consists of, one where it has no axes."""
-        combined = product(*(axis.choices.items() for axis in self.axes))
-        return tuple(
-            Part(" / ".join(label for label, _ in one), _merged(changes for _, changes in one)) for one in combined
-        )
-
-    def with_clients(self, numbers: Sequence[int]) -> Study:
-        """This study at other numbers of clients.
-
-        Raises:
-            InputError: it does not vary them.
-        """
-        names = [axis.name for axis in self.axes]
-        if "clients" not in names:
-            raise InputError(f"--clients: the study {self.name} does not vary the number of clients")
-        axes = [clients_axis(numbers) if axis.name == "clients" else axis for axis in self.axes]
-        return replace(self, axes=tuple(axes))
-
-
-def _merged(changes: Iterable[Changes]) -> dict[str, Any]:
-    return {key: value for one in changes for key, value in one.items()}
-
-
-def clients_axis(numbers: Sequence[int]) -> Axis:
-    """The images dealt to so many clients."""
-    return Axis("clients", {f"{number} clients": {"data.partition.clients": number} for number in numbers})
-
-
-def partition_axis() -> Axis:
-    """Every client with the same mixture of classes, and class-wise Dirichlet shares of concentration 0.5."""
-    key = "data.partition"
-    dealt = {"IID": IID_ALPHA, "Dirichlet 0.5": 0.5}
-    return Axis("partition", {label: {f"{key}.kind": "dirichlet", f"{key}.alpha": a} for label, a in dealt.items()})
-
+from wardround.fm2_studies import FM2_STUDIES
+from wardround.study import Study, clients_axis, partition_axis
 
 FEDMEDCLIP = "FedMedCLIP: federated adaptation of a frozen CLIP encoder (2025)"
 
@@ -145,7 +51,7 @@ _SCALABILITY = Study(
     needs_held_out=True,
 )
 
-STUDIES: dict[str, Study] = {study.name: study for study in (_ABLATION, _CODING, _SCALABILITY)}
+STUDIES: dict[str, Study] = {study.name: study for study in (_ABLATION, _CODING, _SCALABILITY, *FM2_STUDIES)}
 """Every study by its name; a new one is a line here."""
 
 

@@ -14,15 +14,19 @@ from wardround.config import DEFAULT_METHOD, Experiment
 from wardround.data.read import read_federation
 from wardround.errors import InputError, RunError
 from wardround.federation.files import write_atomically
+from wardround.methods.local_epochs import LocalEpochs
+from wardround.report.convergence import save_convergence
 from wardround.report.page import write_report
+from wardround.report.reading import load
 from wardround.report.study_figures import figures_of
 from wardround.report.study_page import study_markdown
 from wardround.run_folder import write_json
 from wardround.run_queue import Watcher
-from wardround.studies import Part, Study
+from wardround.study import Part, Study
 from wardround.systems import System, systems_named
 
 STUDY, PAGE = "study.json", "study.md"
+CONVERGENCE = "convergence.png"
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,21 @@ def plan_study(study: Study, experiment: Experiment, out: Path, methods: Sequenc
         methods: systems as `compare --methods` takes them, for a study that declares none.
 
     Raises:
-        InputError: keys that do not fit, methods for a study that declares its own systems, or two systems that the
-            experiment makes the same.
+        InputError: keys that do not fit, methods for a study that declares its own systems, no captions for one that
+            is about them, or two systems that the experiment makes the same.
     """
+    if study.captions and experiment.captions.provider not in study.captions:
+        allowed = ", ".join(f'"{name}"' for name in study.captions)
+        found = experiment.captions.provider
+        raise InputError(f'study {study.name}: compares captions; captions.provider is "{found}" (allowed: {allowed})')
     if methods and study.systems:
         raise InputError(f"--methods: the study {study.name} has systems of its own: {', '.join(study.systems)}")
     legs = []
     for part in study.parts:
-        systems = tuple(_systems(study, part, experiment, methods))
+        systems = _systems(study, part, experiment, methods)
         _check_different(study, systems)
-        legs.append(Leg(part, systems, out / part.folder_name))
+        systems = equalised(systems, study.reference) if study.equal_epochs else systems
+        legs.append(Leg(part, tuple(systems), out / part.folder_name))
     return legs
 
 
@@ -102,6 +111,25 @@ def _check_different(study: Study, systems: Sequence[System]) -> None:
                 f"{' and '.join(sorted(keys)) or 'one of them'} to the study"
             )
         known[digest] = system.label
+
+
+def equalised(systems: Sequence[System], reference: str | None) -> list[System]:
+    """The systems, each with as many rounds as make the local epochs of the one labelled `reference`, by default the
+    first; with more rounds they are evaluated less often, so that all are after about as many epochs.
+    """
+    first = next((system for system in systems if system.label == reference), systems[0]).experiment
+    epochs = LocalEpochs(first.bound_method(), first.training).until(first.rounds)
+    return [System(system.label, _for_epochs(system.experiment, epochs)) for system in systems]
+
+
+def _for_epochs(experiment: Experiment, epochs: int) -> Experiment:
+    """The experiment with other rounds, unless its method makes no passes at all."""
+    rounds = LocalEpochs(experiment.bound_method(), experiment.training).rounds_for(epochs)
+    if rounds is None or rounds == experiment.rounds:
+        return experiment
+    every = max(1, experiment.federation.evaluate_every * rounds // max(1, experiment.rounds))
+    options = experiment.federation.model_copy(update={"evaluate_every": every})
+    return experiment.model_copy(update={"rounds": rounds, "federation": options})
 
 
 def check_held_out(study: Study, experiment: Experiment) -> None:
@@ -155,6 +183,7 @@ def run_study(
             failures.append(watched.prefix + str(error))
         if _is_compared(leg):
             write_report(leg.folder)
+            save_convergence(leg.folder / CONVERGENCE, load(leg.folder))
         record = write_study(study, legs, out, command)
     if failures:
         raise RunError("; ".join(failures))
@@ -180,6 +209,12 @@ def _is_compared(leg: Leg) -> bool:
     return (leg.folder / COMPARISON).exists()
 
 
+def _picture(leg: Leg, out: Path) -> str | None:
+    """Where the part's curves are, from the study's folder; None where nothing has been evaluated."""
+    file = leg.folder / CONVERGENCE
+    return str(file.relative_to(out)) if file.exists() else None
+
+
 def write_study(study: Study, legs: Sequence[Leg], out: Path, command: str | None = None) -> dict[str, Any]:
     """Write `study.json` and `study.md` from whatever parts have finished systems, and return the former."""
     parts = [
@@ -187,6 +222,7 @@ def write_study(study: Study, legs: Sequence[Leg], out: Path, command: str | Non
             "part": leg.part.label,
             "folder": leg.part.folder_name,
             "changes": dict(leg.part.changes),
+            "convergence": _picture(leg, out),
             "systems": figures_of(leg.folder, [system.label for system in leg.systems], study.reference),
         }
         for leg in legs

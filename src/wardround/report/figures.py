@@ -13,9 +13,15 @@ from wardround.report import heatmaps, plots, series
 from wardround.report.calibration import reliability_diagram
 from wardround.report.plots import Dot, Series
 from wardround.report.reading import Record, Roster, System
+from wardround.report.svg import MARKERS
 
 MOST_PANELS = 24
 MOST_DIAGNOSTICS = 12
+EPOCH = "local epoch"
+EPOCHS = (
+    "Local epochs are a client's passes over its training images, whatever part of the model each trains: some methods "
+    "make more than one a round."
+)
 
 KNOWN_LOGS = {
     "train_loss": "Training loss",
@@ -68,16 +74,34 @@ MODELS = {
 }
 
 
+CONVERGENCE = {"accuracy": "Accuracy", "balanced_accuracy": "Balanced accuracy"}
+
+
+def convergence(record: Record) -> Panels | None:
+    """Means over clients of the personal models' figures on test images, over local epochs: a line a method."""
+    found = {title: convergence_lines(record, metric) for metric, title in CONVERGENCE.items()}
+    shown = {title: lines for title, lines in found.items() if lines}
+    charts = [plots.curves(title, lines, " %", over=EPOCH) for title, lines in shown.items()]
+    keys = {line.label: Key(line.label, line.look, line.dash) for lines in shown.values() for line in lines}
+    return Panels("Mean over clients", tuple(charts), tuple(keys.values()), EPOCHS) if charts else None
+
+
+def convergence_lines(record: Record, metric: str) -> list[Series]:
+    """One line a method that has been evaluated, over local epochs."""
+    lines = [series.convergence_curve(s, metric, s.label, look) for look, s in enumerate(record.systems)]
+    return [line for line in lines if line.y]
+
+
 def by_method(record: Record) -> Panels | None:
     """Balanced accuracy of the personal models on test images: a panel a client, a line a method."""
-    keys = [Key(system.label, look) for look, system in enumerate(record.systems)]
+    keys = [Key(system.label, look, look // len(MARKERS)) for look, system in enumerate(record.systems)]
 
     def panel(client: str) -> list[Series]:
         pairs = zip(record.systems, keys, strict=True)
-        lines = [series.accuracy_curve(s, client, "personal", "test", k.label, k.look) for s, k in pairs]
+        lines = [series.convergence_curve(s, "balanced_accuracy", k.label, k.look, client) for s, k in pairs]
         return [line for line in lines if line.y]
 
-    return _client_panels("Personal models on test images", record, panel, keys)
+    return _client_panels("Personal models on test images", record, panel, keys, EPOCH)
 
 
 def by_model(record: Record, system: System) -> Panels | None:
@@ -93,7 +117,7 @@ def by_model(record: Record, system: System) -> Panels | None:
     return _client_panels(system.label, record, panel, list(MODELS.values()))
 
 
-def _client_panels(heading: str, record: Record, panel: Any, keys: Sequence[Key]) -> Panels | None:
+def _client_panels(heading: str, record: Record, panel: Any, keys: Sequence[Key], over: str = "round") -> Panels | None:
     """One chart for each client, all with the same range; None when nothing was evaluated."""
     shown = record.clients[:MOST_PANELS]
     lines = [panel(client) for client in shown]
@@ -101,7 +125,8 @@ def _client_panels(heading: str, record: Record, panel: Any, keys: Sequence[Key]
     if limits is None:
         return None
     limits = (max(0.0, limits[0]), min(102.0, limits[1]))
-    charts = [plots.curves(client, one, " %", limits=limits) for client, one in zip(shown, lines, strict=True) if one]
+    pairs = [(client, one) for client, one in zip(shown, lines, strict=True) if one]
+    charts = [plots.curves(client, one, " %", limits=limits, over=over) for client, one in pairs]
     drawn = {line.label for one in lines for line in one}
     more = f"The first {len(shown)} of {len(record.clients)} clients." if record.clients != shown else ""
     return Panels(heading, tuple(charts), tuple(key for key in keys if key.label in drawn), more)

@@ -100,10 +100,15 @@ def _setting(record: Record) -> str:
     """What was compared on what."""
     labels = listed([system.label for system in record.systems])
     seeds = max(len(system.results["seeds"] if system.results else system.runs) for system in record.systems)
-    rounds = max((s.results["rounds"] for s in record.systems if s.results), default=None)
-    length = f" for {plural(rounds, 'round')}" if rounds else ""
+    rounds = sorted({system.results["rounds"] for system in record.systems if system.results})
+    length = f" for {_from_to(rounds)}{plural(rounds[-1], 'round')}" if rounds else ""
     clients = f" on {plural(len(record.roster.clients), 'client')}" if record.roster else ""
     return f"{labels} were trained{clients}{length}, with {plural(seeds, 'seed')} each."
+
+
+def _from_to(rounds: list[int]) -> str:
+    """What stands before the largest number of rounds, where there are others."""
+    return f"{rounds[0]} to " if len(rounds) > 1 else ""
 
 
 def _untested(methods: int) -> str:

@@ -133,6 +133,7 @@ def _course(record: Record) -> dict[str, Any]:
     """How the runs went, round by round."""
     each = [panels for panels in (figures.by_model(record, system) for system in record.systems) if panels]
     return {
+        "convergence": figures.convergence(record) if record.kind == "compare" else None,
         "by_method": figures.by_method(record) if record.kind == "compare" else None,
         "by_model": each,
         "diagnostics": figures.diagnostics(record),

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, PAPER, ABOVE, BELOW = "#1a212b", "#596473", "#ffffff", "#0b4a80", "#b04a00"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#c05c93", "#d18f00", "#3d9bd1", "#857400", "#6b7280")  # of lines and dots
 WIDE, TALL, GAP, TITLE = 56.0, 26.0, 16.0, 24.0  # of a cell, between heat maps, of a title; in points
 ABREAST = 3  # heat maps in a row, where each is complete in itself
 MOST_NUMBERS = 24  # rows or columns up to which cells hold their numbers
 FLAT = 8  # letters of a column's name that fit above a cell without a slant
 
-_STYLE: Any = {"font.size": 11, "text.parse_math": False, "figure.facecolor": PAPER, "text.color": INK}
+STYLE: Any = {"font.size": 11, "text.parse_math": False, "figure.facecolor": PAPER, "text.color": INK}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def save_heatmaps(file: Path, grid: Sequence[Sequence[HeatMap]], text: Callable[
     file.parent.mkdir(parents=True, exist_ok=True)
     known = [np.abs(one.values[np.isfinite(one.values)]) for row in grid for one in row]
     extreme = float(np.concatenate([*known, np.zeros(1)]).max())
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, places = _layout(grid)
         for axes, heatmap in places:
             _cells(axes, heatmap, extreme, text)

@@ -43,6 +43,7 @@ def curves(
     unit: str = "",
     log: bool = False,
     limits: tuple[float, float] | None = None,
+    over: str = "round",
 ) -> str:
     """A small chart of `series` over the rounds.
 
@@ -50,17 +51,18 @@ def curves(
         unit: follows the values in the text alternative.
         log: a log scale, where all values are positive.
         limits: the range of the y axis, to make panels comparable; that of the values by default.
+        over: what is counted along the x axis, in the singular.
     """
     with drawing(300, 196, edges=(42, 28, 8, 34)) as canvas:
         for one in series:
             _line(canvas, one)
         canvas.axes.set_title(shorten(title, 40), color=INK, loc="left", x=-0.13)
-        canvas.axes.set_xlabel("round", labelpad=2)
+        canvas.axes.set_xlabel(over, labelpad=2)
         canvas.axes.grid(axis="y")
         _scales(canvas, log)
         if limits:
             canvas.axes.set_ylim(limits)
-        return canvas.svg(f"Line chart, {title}, over the rounds. At the end: {_ends(series, unit)}.")
+        return canvas.svg(f"Line chart, {title}, over the {over}s. At the end: {_ends(series, unit)}.")
 
 
 def common_limits(panels: Sequence[Sequence[Series]]) -> tuple[float, float] | None:

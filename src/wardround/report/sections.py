@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from wardround.evaluation.predictions import pooled_metrics
-from wardround.report import series
+from wardround.report import series, uploads
 from wardround.report.reading import Record, Roster, System
 from wardround.report.words import MISSING, duration, flat, percent, signed, size
 
@@ -267,23 +267,30 @@ def _change(change: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def communication(record: Record) -> Grid | None:
-    """Bytes and elements, a row a method (mean over seeds)."""
-    rows = []
-    for system in record.systems:
-        found = (system.results or {}).get("communication")
-        if found is None:
-            continue
-        visits = client_rounds(system)
-        each = [size(found[key] / visits) if visits else MISSING for key in ("bytes_up", "bytes_down")]
-        totals = [size(found[key]) for key in ("bytes_up", "bytes_down")]
-        elements = [f"{found[key]:,}" for key in ("shared_elements", "statistic_elements")]
-        rows.append((system.label, *each, *totals, *elements))
+    """Bytes, elements and numbers of the model, a row a method (mean over seeds)."""
+    done = [system for system in record.systems if system.results]
+    numbers = [uploads.numbers_up(system.results or {}) for system in done]
+    unit = uploads.unit_of(zip((system.method for system in done), numbers, strict=True))
+    rows = tuple(
+        (*_traffic(system), uploads.counted(up), *([uploads.times(up, unit)] if unit else []))
+        for system, up in zip(done, numbers, strict=True)
+    )
     headings = (
         "method", "up, a client and round", "down, a client and round", "up, whole run", "down, whole run",
-        "shared elements", "statistic elements",
+        "shared elements", "statistic elements", uploads.NUMBERS_UP, *([uploads.TIMES] if unit else []),
     )  # fmt: skip
-    caption = "Length of the encoded messages; elements are the numbers in one client's message."
-    return Grid(headings, tuple(rows), caption) if rows else None
+    caption = f"Length of the encoded messages; elements are those of one client's message. {uploads.EXPLANATION}"
+    return Grid(headings, rows, caption) if rows else None
+
+
+def _traffic(system: System) -> tuple[str, ...]:
+    """The cells of one method that say what travelled."""
+    assert system.results is not None
+    found, visits = system.results["communication"], client_rounds(system)
+    each = [size(found[key] / visits) if visits else MISSING for key in ("bytes_up", "bytes_down")]
+    totals = [size(found[key]) for key in ("bytes_up", "bytes_down")]
+    elements = [f"{found[key]:,}" for key in ("shared_elements", "statistic_elements")]
+    return (system.label, *each, *totals, *elements)
 
 
 def client_rounds(system: System) -> float:

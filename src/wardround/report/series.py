@@ -12,15 +12,17 @@ import numpy as np
 from wardround.evaluation.metrics import Floats, Metrics, merge_confusions, reliability
 from wardround.evaluation.predictions import pooled
 from wardround.evaluation.results import Results, client_results, summarise
+from wardround.methods.local_epochs import recorded_epochs
 from wardround.report.plots import Series
 from wardround.report.reading import Run, Scores, System
+from wardround.report.svg import MARKERS
 
 Point = tuple[int, float]
-"""(round, value)"""
+"""(round or local epoch, value)"""
 
 
 def over_runs(label: str, points: Iterable[Point], look: int = 0, dash: int = 0) -> Series:
-    """One line from the points of several runs: at each round their mean and standard deviation (ddof 1)."""
+    """One line from the points of several runs: at each place their mean and standard deviation (ddof 1)."""
     at: dict[int, list[float]] = defaultdict(list)
     for round, value in points:
         if math.isfinite(value):
@@ -33,7 +35,7 @@ def over_runs(label: str, points: Iterable[Point], look: int = 0, dash: int = 0)
 def accuracy_curve(
     system: System, client: str, which: str, split: str, label: str, look: int = 0, dash: int = 0
 ) -> Series:
-    """Balanced accuracy in percent of the model `which` ("personal" or "received") at `client`, over seeds."""
+    """Balanced accuracy in percent of the model `which` ("personal" or "received") at `client`, over rounds."""
     points = (
         (round, 100 * scores["balanced_accuracy"])
         for run in system.runs
@@ -41,6 +43,23 @@ def accuracy_curve(
         if name == client and scores.get("balanced_accuracy") is not None
     )
     return over_runs(label, points, look, dash)
+
+
+def convergence_curve(system: System, metric: str, label: str, look: int = 0, client: str | None = None) -> Series:
+    """A metric of the personal models on test images, in percent, over local epochs: at `client`, or the mean over
+    those that were evaluated. Colours start again after the eighth line, dashed.
+    """
+    points = (point for run in system.runs for point in _by_epoch(run, metric, client))
+    return over_runs(label, points, look, look // len(MARKERS))
+
+
+def _by_epoch(run: Run, metric: str, client: str | None) -> list[Point]:
+    """(local epochs, metric in percent) of one run, wherever it was evaluated."""
+    epochs, at = recorded_epochs(run.config), defaultdict[int, list[float]](list)
+    for round, name, scores in run.scores("personal", "test"):
+        if client in (None, name):
+            at[round] += _number(scores.get(metric))
+    return [(epochs.until(round), 100 * float(np.mean(values))) for round, values in at.items() if values]
 
 
 def logged_names(systems: Sequence[System]) -> list[str]:

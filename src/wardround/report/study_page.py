@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wardround.evaluation.tables import Cell, Column, Row, Table, spread_cell, with_ranks
+from wardround.report import uploads
+from wardround.report.figures import EPOCHS
 from wardround.report.markdown import ranked
 from wardround.report.sections import OWNERS, PARAMETERS
-from wardround.report.study_figures import HELD_OUT, PER_CLIENT, POOLED
+from wardround.report.study_figures import HELD_OUT, PER_CLIENT, POOLED, WEIGHTED
 from wardround.report.words import MISSING, duration, signed, size
 
 Record = dict[str, Any]  # `study.json`
@@ -18,6 +20,8 @@ HEADINGS = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
     "auroc": "macro AUROC",
+    WEIGHTED["accuracy"]: "accuracy, weighted",
+    WEIGHTED["balanced_accuracy"]: "balanced accuracy, weighted",
     POOLED: "pooled bal. acc.",
     HELD_OUT: "Global",
 }
@@ -36,6 +40,8 @@ def study_markdown(record: Record) -> str:
     parts += [ranked(table) for table in study_tables(record)] or ["Nothing has finished yet."]
     said = list(sentences(record))
     parts += ["## Is it more than noise?", "\n".join(f"- {text}" for text in said)] if said else []
+    curves = list(_curves(record))
+    parts += ["## Convergence", EPOCHS, *curves] if curves else []
     links = "\n".join(f"- [{name}]({path})" for name, path in _reports(record))
     return "\n\n".join([*parts, *(["## Reports", links] if links else [])]) + "\n"
 
@@ -48,6 +54,14 @@ def sentences(record: Record) -> Iterator[str]:
                 yield f"{part['part']}: {system['sentence']}" if part["part"] else system["sentence"]
 
 
+def _curves(record: Record) -> Iterator[str]:
+    """The picture of every part."""
+    for part in record["parts"]:
+        name = part["part"] or record["title"]
+        if part["convergence"]:
+            yield f"![{name}: accuracy over local epochs, a line a system]({part['convergence']})"
+
+
 def _reports(record: Record) -> Iterator[tuple[str, str]]:
     """Name and relative path of the report of every part."""
     for part in record["parts"]:
@@ -58,7 +72,7 @@ def _quality(record: Record) -> Table:
     """Accuracies in percent; ranks are those within a part."""
     systems = list(_systems(record))
     held_out = any(HELD_OUT in system["figures"] for _, system in systems)
-    names = [*PER_CLIENT, POOLED, *([HELD_OUT] if held_out else [])]
+    names = [*PER_CLIENT, *WEIGHTED.values(), POOLED, *([HELD_OUT] if held_out else [])]
     against = [record["reference"]] if any(system["difference"] for _, system in systems) else []
     columns = (
         *(Column(HEADINGS[name]) for name in names),
@@ -107,8 +121,9 @@ def _caption(systems: Sequence[tuple[Record, Record]], held_out: bool, against: 
     seeds = sorted({len(system["seeds"]) for _, system in systems})
     spread = "one seed" if seeds == [1] else f"mean ± standard deviation over {' or '.join(map(str, seeds))} seeds"
     said = [
-        f"In percent, {spread}: means over clients of each client's own model on its own test images, and the balanced "
-        "accuracy of all their images in one pool. Bytes: both ways, a whole run."
+        f"In percent, {spread}: means over clients of each client's own model on its own test images, every client the "
+        "same or weighted by its training images, and the balanced accuracy of all their images in one pool. Bytes: "
+        "both ways, a whole run."
     ]
     if held_out:
         said.append("Global: balanced accuracy of what is shared alone, at sites that never trained.")
@@ -118,25 +133,37 @@ def _caption(systems: Sequence[tuple[Record, Record]], held_out: bool, against: 
 
 
 def _resources(record: Record) -> Table:
-    """Minutes, bytes a client and round, parameters: one row a system."""
-    uncoded = record["uncoded"]
-    owners = ("trainable", *OWNERS)
-    headings = ["minutes", "up, a client and round", "down, a client and round"]
+    """Minutes, rounds, what travels a client and round, parameters: one row a system."""
+    uncoded, units = record["uncoded"], {part["part"]: _unit(part) for part in record["parts"]}
+    headings = ["minutes", "rounds", "local epochs", "up, a client and round", "down, a client and round"]
     headings += ["up, uncoded", "down, uncoded"] if uncoded else []
-    columns = tuple(Column(heading, ranked=False) for heading in (*headings, *owners))
+    headings += [uploads.NUMBERS_UP, *([uploads.TIMES] if any(units.values()) else []), "trainable", *OWNERS]
     rows = tuple(
-        Row(_label(part, system), tuple(map(_plain, _taken(system["resources"], _raw(part, uncoded)))))
+        Row(_label(part, system), tuple(map(_plain, _taken(system, part, uncoded, units))))
         for part, system in _systems(record)
     )
-    return Table("What it takes", columns, rows, f"{MINUTES} {PARAMETERS}", _corner(record))
+    columns = tuple(Column(heading, ranked=False) for heading in headings)
+    caption = f"{MINUTES} {uploads.EXPLANATION} {PARAMETERS}"
+    return Table("What it takes", columns, rows, caption, _corner(record))
 
 
-def _taken(found: Record, raw: Record | None) -> Iterator[str]:
-    """The cells of one system; `raw` are the resources of the system whose messages are not coded."""
+def _unit(part: Record) -> int | None:
+    """What a client sends in federated averaging, where the part compares others with that."""
+    return uploads.unit_of((s["method"], s["resources"]["numbers_up"]) for s in part["systems"])
+
+
+def _taken(system: Record, part: Record, uncoded: str | None, units: Mapping[str, int | None]) -> Iterator[str]:
+    """The cells of one system."""
+    found, raw = system["resources"], _raw(part, uncoded)
     yield MISSING if found["seconds"] is None else f"{found['seconds'] / 60:.3g}"
+    yield str(system["rounds"])
+    yield str(system["local_epochs"])
     for each in (found, *([raw] if raw is not None else [])):
         yield size(each.get("up_each"))
         yield size(each.get("down_each"))
+    yield uploads.counted(found["numbers_up"])
+    if any(units.values()):
+        yield uploads.times(found["numbers_up"], units[part["part"]])
     counts = found["parameters"]
     yield f"{counts['shared'] + counts['local']:,}" if counts else MISSING
     yield from (f"{counts[owner]:,}" if counts else MISSING for owner in OWNERS)
