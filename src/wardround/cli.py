@@ -9,84 +9,34 @@ import functools
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
+from wardround.cli_base import (
+    AsJson,
+    ExperimentFile,
+    Overrides,
+    Workers,
+    app,
+    command,
+    deploy,
+    err_console,
+    flower,
+    load,
+    names_in,
+    out_console,
+    say,
+    show_records,
+    tell,
+)  # fmt: skip
 from wardround.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from wardround.config import Experiment
     from wardround.data.findings import DataReport
     from wardround.deploy.hospital import Hospital
-
-P = ParamSpec("P")
-
-app = typer.Typer(
-    help="Personalised federated learning for medical images: one model per hospital, trained with the help of all.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-flower = typer.Typer(help="Federations over Flower (pip install 'wardround[flower]').", no_args_is_help=True)
-app.add_typer(flower, name="flower")
-deploy = typer.Typer(
-    help="A federation of real hospitals, over TLS (pip install 'wardround[flower]').", no_args_is_help=True
-)
-app.add_typer(deploy, name="deploy")
-out_console, err_console = Console(), Console(stderr=True)
-
-ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as training.lr=0.1; repeatable")
-]
-Workers = Annotated[int | None, typer.Option(min=1, help="worker processes; by default one a core")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
-
-
-def command(
-    name: str, interrupted: str = "stopped", of: typer.Typer = app
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a command whose errors become messages and exit statuses; `interrupted` is said at Ctrl-C."""
-
-    def register(function: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(function)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-            try:
-                function(*args, **kwargs)
-            except InputError as error:
-                _stop(str(error), 2)
-            except RunError as error:
-                _stop(str(error), 1)
-            except BrokenPipeError:  # whoever read our output has gone; click ends quietly
-                raise
-            except OSError as error:
-                _stop(f"{error.filename or 'system'}: {error.strerror or error}", 1)
-            except KeyboardInterrupt:
-                _stop(interrupted, 130)
-
-        of.command(name)(guarded)
-        return guarded
-
-    return register
-
-
-def _stop(text: str, status: int) -> None:
-    err_console.print(f"wardround: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-def _say(text: object) -> None:
-    """A line for whoever reads the results, as it is: no markup, no line breaks of ours."""
-    out_console.print(str(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def _tell(text: str) -> None:
-    """A line for whoever waits."""
-    err_console.print(f"{text} ...", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 @command("run", "stopped; what is finished is kept, and the same command with --resume goes on")
@@ -104,14 +54,14 @@ def run_command(
     as_json: AsJson = False,
 ) -> None:
     """Train one federation with one method."""
-    config = _load(experiment, [*(overrides or []), *([f"transport.name={transport}"] if transport else [])])
+    config = load(experiment, [*(overrides or []), *([f"transport.name={transport}"] if transport else [])])
     from wardround.display import RunDisplay
     from wardround.experiment import run
     from wardround.report.page import write_report
 
     folder = out or Path("runs") / f"{experiment.stem}-{config.method['name']}"
     display = RunDisplay(err_console, config.rounds)
-    _tell("reading images, building the model")
+    tell("reading images, building the model")
     try:
         results = run(config, folder, resume=resume, workers=workers, observers=[display])
     finally:
@@ -123,7 +73,7 @@ def run_command(
     _show_results([results])
     _say_traffic(results)
     _say_notes(folder, results["warnings"])
-    _say(f"report: {page}")
+    say(f"report: {page}")
 
 
 @command("compare", "stopped; what is finished is kept, and the same command goes on")
@@ -144,16 +94,16 @@ def compare_command(
 
     Finished runs in the folder are kept; interrupted ones go on.
     """
-    config = _load(experiment, overrides)
+    config = load(experiment, overrides)
     from wardround.comparing import compare
     from wardround.display import CompareDisplay
     from wardround.systems import systems_named
 
-    systems = systems_named(config, _names(methods))
+    systems = systems_named(config, names_in(methods))
     folder = out or Path("runs") / f"{experiment.stem}-compare"
     before = functools.partial(_measure_once, config, folder / "skew") if skew else None
     display = CompareDisplay(err_console)
-    _tell("reading images, building the models")
+    tell("reading images, building the models")
     failure = None
     try:
         chosen = range(config.seed, config.seed + seeds)
@@ -191,17 +141,17 @@ def tune_command(
 
     Finished trials in the folder are kept; interrupted ones go on.
     """
-    config = _load(experiment, overrides)
+    config = load(experiment, overrides)
     from wardround.display import CompareDisplay
     from wardround.search_plan import Search
     from wardround.tuning import TUNED, tune
 
     folder = out or Path("runs") / f"{experiment.stem}-tune"
     display = CompareDisplay(err_console)
-    _tell("reading images, building the models")
+    tell("reading images, building the models")
     try:
         record = tune(
-            config, _names(methods), folder, display, Search(search, budget, seeds, rounds, criterion), workers
+            config, names_in(methods), folder, display, Search(search, budget, seeds, rounds, criterion), workers
         )
     finally:
         display.close()
@@ -209,7 +159,7 @@ def tune_command(
         print(json.dumps(record))
         return
     _show_tuning(record)
-    _say(f"written: {folder / TUNED}; `wardround compare` it with --methods {','.join(record['methods'])}")
+    say(f"written: {folder / TUNED}; `wardround compare` it with --methods {','.join(record['methods'])}")
 
 
 @command("skew")
@@ -244,7 +194,7 @@ def skew_command(
     experiment, *more = sources
     if more:
         raise InputError(f"{more[0]}: one experiment file at a time; only folders of runs can be several")
-    config = _load(experiment, overrides)
+    config = load(experiment, overrides)
     sizes = {"permutations": permutations, "max_images": max_images}
     folder = out or Path("runs") / f"{experiment.stem}-skew"
     found = _measure(config, folder, **choices, **sizes)
@@ -254,7 +204,7 @@ def skew_command(
     from wardround.skew.analyse import skew_text
 
     out_console.print(skew_text(found))
-    _say(f"written to {folder / 'skew.json'}")
+    say(f"written to {folder / 'skew.json'}")
 
 
 def _trained_skew(
@@ -276,7 +226,7 @@ def _trained_skew(
     from wardround.skew.trained import trained_text
 
     folder = out or (sources[0] / "skew" if len(sources) == 1 else Path("runs") / f"{sources[0].name}-skew")
-    _tell("computing features of the trained networks")
+    tell("computing features of the trained networks")
     found = measure_trained(sources, which=model, max_images=max_images, variant=Variant(**choices))
     write_json(folder / "trained.json", found)
     save_trained(folder / "trained.png", found)
@@ -284,7 +234,7 @@ def _trained_skew(
         print(json.dumps(found))
         return
     out_console.print(trained_text(found))
-    _say(f"written to {folder / 'trained.json'} and {folder / 'trained.png'}")
+    say(f"written to {folder / 'trained.json'} and {folder / 'trained.png'}")
 
 
 @command("report")
@@ -298,33 +248,46 @@ def report_command(
     if markdown is not None:
         from wardround.report.markdown import write_markdown
 
-        _say(write_markdown(folder, markdown))
+        say(write_markdown(folder, markdown))
         return
     from wardround.report.page import write_report
 
-    _say(write_report(folder))
+    say(write_report(folder))
 
 
 @command("predict")
 def predict_command(
     source: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a run; or a file that `export` wrote")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files")],
+    images: Annotated[
+        list[Path], typer.Argument(metavar="IMAGE...", help="image files; a .csv file with the column image names more")
+    ],
     client: Annotated[str | None, typer.Option(help="whose model; a file has only one")] = None,
     model: Annotated[Literal["personal", "server"], typer.Option(help="which of the client's models")] = "personal",
+    modality: Annotated[
+        str, typer.Option(help="of the images, where predictions depend on it and no column modality says more")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Classify new images with one client's model."""
     from wardround.using import load_exported, load_trained, predict
 
     trained = load_exported(source) if source.is_file() else load_trained(source, client, model)
-    found = predict(trained, images)
+    found = predict(trained, images, modality)
     if as_json:
         print(json.dumps(found))
         return
     for entry in found:
         ranked = sorted(entry["probabilities"].items(), key=lambda item: -item[1])
         shown = "  ".join(f"{name} {probability:.3f}" for name, probability in ranked[:5])
-        _say(f"{entry['image']}: {shown}")
+        say(f"{entry['image']}: {shown}{_modality_in(entry)}")
+
+
+def _modality_in(entry: dict[str, Any]) -> str:
+    """Of which modality an image was taken to be, where that matters."""
+    if "modality" not in entry:
+        return ""
+    name, how = (entry["modality"][key] for key in ("name", "how"))
+    return f"  ({name}, {how})" if name else f"  (modality unknown: {how})"
 
 
 @command("export")
@@ -338,7 +301,7 @@ def export_command(
     from wardround.using import export, load_trained
 
     export(load_trained(folder, client, model), to)
-    _say(to)
+    say(to)
 
 
 @command("build", of=flower)
@@ -349,11 +312,11 @@ def flower_build_command(
     run: Annotated[Path | None, typer.Option(help="the run's folder; by default runs/<name>-flower")] = None,
 ) -> None:
     """Write the experiment as a Flower app, to be inspected, signed and run with Flower's own commands."""
-    config = _load(experiment, overrides)
+    config = load(experiment, overrides)
     from wardround.flower_app import build_app
 
     clients = build_app(config, out, experiment.stem, run or Path("runs") / f"{experiment.stem}-flower")
-    _say(f"written: {out}, for {clients} nodes; run it with: flwr run {out} --stream")
+    say(f"written: {out}, for {clients} nodes; run it with: flwr run {out} --stream")
 
 
 @command("init", of=deploy)
@@ -371,7 +334,7 @@ def deploy_init_command(
     out: Annotated[Path, typer.Option(help="the folder of all folders; new or empty")] = Path("deploy"),
 ) -> None:
     """Make certificates, keys, and one folder to hand to each side."""
-    config = _load(experiment, overrides)
+    config = load(experiment, overrides)
     from wardround.federation.flower_setup import need_flower
 
     need_flower()
@@ -379,12 +342,12 @@ def deploy_init_command(
     from wardround.deploy.settings import ServerSettings, is_loopback
 
     settings = ServerSettings(host=host, port=port, listen=host if is_loopback(host) else "0.0.0.0")
-    plan = Plan(config, _names(clients), _names(classes), settings, min_count, as_it_is)
+    plan = Plan(config, names_in(clients), names_in(classes), settings, min_count, as_it_is)
     server, *handed = found(plan, out)
-    _say(f"{server}: for the server; start it with: wardround deploy server {server}")
+    say(f"{server}: for the server; start it with: wardround deploy server {server}")
     for folder in handed:
-        _say(f"{folder}: to hand over, by a safe way; start it there with: wardround deploy client {folder.name}")
-    _say(f"{out / 'authority'}: signs certificates; keep it off the server, and give it to nobody")
+        say(f"{folder}: to hand over, by a safe way; start it there with: wardround deploy client {folder.name}")
+    say(f"{out / 'authority'}: signs certificates; keep it off the server, and give it to nobody")
 
 
 ServerFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="of the server, as `deploy init` made it")]
@@ -411,7 +374,7 @@ def deploy_server_command(folder: ServerFolder = Path(), insecure: Insecure = Fa
     _show_results([results])
     _say_traffic(results)
     _say_notes(folder / RUN, results["warnings"])
-    _say(f"report: {page}")
+    say(f"report: {page}")
 
 
 @command("client", "stopped; the same command goes on", of=deploy)
@@ -432,15 +395,15 @@ def deploy_client_command(
 
     _stop_at_sigterm()
     credentials(folder, read_settings(folder), insecure)  # what is wrong there shows before the long work
-    _tell("reading and checking the images, building the model")
+    tell("reading and checking the images, building the model")
     hospital = open_hospital(folder, data)
     if dry_run:
         _show_departures(hospital, as_json)
         return
-    tell = telling(folder / "client.log")
+    log = telling(folder / "client.log")
     if untested:
-        tell(untested)
-    attend(hospital, insecure, tell)
+        log(untested)
+    attend(hospital, insecure, log)
 
 
 @command("status", of=deploy)
@@ -452,7 +415,7 @@ def deploy_status_command(folder: ServerFolder = Path(), as_json: AsJson = False
     if as_json:
         print(json.dumps(board))
         return
-    _say(status_text(board))
+    say(status_text(board))
 
 
 @command("renew", of=deploy)
@@ -464,7 +427,7 @@ def deploy_renew_command(
     from wardround.deploy.founding import renew
 
     renew(folder, authority)
-    _say(f"{folder / 'server.pem'}: renewed; start the server again")
+    say(f"{folder / 'server.pem'}: renewed; start the server again")
 
 
 @command("methods")
@@ -476,7 +439,7 @@ def methods_command(
     from wardround.methods.describing import describe_method, describe_methods
 
     if name is None:
-        _show_records(describe_methods(), as_json, hide="preset")
+        show_records(describe_methods(), as_json, hide="preset")
         return
     one = describe_method(name)
     if as_json:
@@ -502,7 +465,7 @@ def datasets_command(
 
     from wardround.data.sources import all_datasets
 
-    _show_records(_containing(name, [asdict(entry) for entry in all_datasets()]), as_json)
+    show_records(_containing(name, [asdict(entry) for entry in all_datasets()]), as_json)
 
 
 @command("backbones")
@@ -516,7 +479,7 @@ def backbones_command(
     from wardround.models.catalogue import BACKBONES
 
     listed = [asdict(entry) | {"citation": entry.citation} for entry in BACKBONES]
-    _show_records(_containing(name, listed), as_json)
+    show_records(_containing(name, listed), as_json)
 
 
 @command("keys")
@@ -537,7 +500,7 @@ def keys_command(
 
     out_console.print(listing.keys(described))
     if section is None:
-        _say("The keys of [method] depend on its name: `wardround methods NAME`.")
+        say("The keys of [method] depend on its name: `wardround methods NAME`.")
 
 
 @command("check-data")
@@ -558,7 +521,7 @@ def check_data_command(
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
-        _say(report.render())
+        say(report.render())
     if not report.fit:
         raise typer.Exit(2)
 
@@ -567,7 +530,7 @@ def _check_experiment(file: Path) -> DataReport:
     """Check the images of an experiment file, with its columns, sites and splits."""
     from wardround.data.checking import check_data
 
-    data = _load(file, None).data
+    data = load(file, None).data
     if data.path is None:
         raise InputError(f"{file}: data.path is not set, so there are no files to check")
     return check_data(Path(data.path), data)
@@ -596,18 +559,7 @@ def _show_departures(hospital: Hospital, as_json: bool) -> None:
     if as_json:
         print(json.dumps(departures(hospital)))
         return
-    _say(departures_text(hospital))
-
-
-def _names(text: str) -> list[str]:
-    """The entries of a list with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _load(file: Path, overrides: list[str] | None) -> Experiment:
-    from wardround.config import load_experiment
-
-    return load_experiment(file, overrides or [])
+    say(departures_text(hospital))
 
 
 def _measure(config: Experiment, folder: Path, **choices: Any) -> dict[str, Any]:
@@ -623,7 +575,7 @@ def _measure(config: Experiment, folder: Path, **choices: Any) -> dict[str, Any]
 
 def _measure_once(config: Experiment, folder: Path) -> None:
     if not (folder / "skew.json").exists():
-        _tell("measuring how the clients differ")
+        tell("measuring how the clients differ")
         _measure(config, folder)
 
 
@@ -644,7 +596,7 @@ def _tell_comparison(folder: Path, names: list[str], as_json: bool) -> None:
     _show_results(results)
     _say_findings(comparison)
     _say_notes(folder, sorted({warning for result in results for warning in result["warnings"]}))
-    _say(f"report: {page}")
+    say(f"report: {page}")
 
 
 def _show_results(results: list[dict[str, Any]]) -> None:
@@ -667,16 +619,16 @@ def _show_tuning(record: dict[str, Any]) -> None:
 
 def _say_findings(comparison: dict[str, Any]) -> None:
     for pair in comparison["pairs"]:
-        _say(f"- {pair['sentence']}")
+        say(f"- {pair['sentence']}")
     smallest = comparison["smallest_difference"]["unweighted_average"]
     if smallest is not None:
-        _say(f"Smallest difference of the unweighted mean that this test set can show: {smallest:.3f}")
+        say(f"Smallest difference of the unweighted mean that this test set can show: {smallest:.3f}")
 
 
 def _say_traffic(results: dict[str, Any]) -> None:
     traffic = results["communication"]
     up, down = (traffic[key] / 1e6 for key in ("bytes_up", "bytes_down"))
-    _say(f"communication: {up:.1f} MB up, {down:.1f} MB down in {results['rounds']} rounds")
+    say(f"communication: {up:.1f} MB up, {down:.1f} MB down in {results['rounds']} rounds")
 
 
 def _say_notes(folder: Path, warnings: list[str], most: int = 10) -> None:
@@ -697,18 +649,9 @@ def _containing(name: str | None, records: list[dict[str, Any]]) -> list[dict[st
     return found
 
 
-def _show_records(records: list[dict[str, Any]], as_json: bool, hide: str = "") -> None:
-    if as_json:
-        print(json.dumps(records))
-        return
-    from wardround import listing
-
-    out_console.print(listing.records([{k: v for k, v in record.items() if k != hide} for record in records]))
-
-
 def main() -> None:
     """Entry point of the command `wardround`."""
     sys.exit(app())
 
 
-from wardround import cli_attack, cli_studies  # noqa: E402, F401 - their commands register themselves with what is above
+from wardround import cli_attack, cli_embed, cli_studies, cli_unseen  # noqa: E402, F401 - after the commands that help lists first

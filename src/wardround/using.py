@@ -18,7 +18,6 @@ from wardround.config import PATHS, Experiment, experiment_from, load_experiment
 from wardround.data import Samples
 from wardround.data.federation import samples
 from wardround.data.images import ImageOpener, decode
-from wardround.data.records import ImageRef
 from wardround.data.transforms import centre_crop
 from wardround.errors import InputError, suggestion
 from wardround.experiment import build_model, pick_device
@@ -28,6 +27,7 @@ from wardround.federation.messages import named, plain_copy
 from wardround.federation.rules import Owner
 from wardround.methods.base import Method
 from wardround.models.classifier import ONE_MODALITY, Classifier
+from wardround.new_images import OPTION, NewImage, new_images
 from wardround.recording import METRICS, read_lines
 from wardround.training.client import Client
 from wardround.training.inputs import ImageInputs
@@ -62,15 +62,29 @@ class TrainedModel:
     which: Which = "personal"
     modality: int | None = None
 
-    def logits(self, images: np.ndarray) -> np.ndarray:
+    def logits(self, images: np.ndarray, modalities: Sequence[int | None] | None = None) -> np.ndarray:
         """Logits `(N, C)`, float32, of uint8 images `(N, H, W, C)` of the size that the experiment stores.
 
-        Where the client knows one modality, they are taken to be of it; else theirs counts as unknown.
+        Args:
+            images: theirs.
+            modalities: for each an index into `model.modalities`, or None where it is unknown. Where nothing is said,
+                all are of the client's only modality; of an unknown one where it has several.
         """
+        said = [self.modality] * len(images) if modalities is None else modalities
+        logits = np.zeros((len(images), len(self.classes)), np.float32)
+        for unknown in (False, True):  # a batch is of known or of unknown modalities
+            rows = [row for row, number in enumerate(said) if (number is None) == unknown]
+            if rows:
+                numbers = None if unknown else torch.tensor([said[row] for row in rows])
+                logits[rows] = self._logits(images[rows], numbers)
+        return logits
+
+    def _logits(self, images: np.ndarray, modality: Tensor | None) -> np.ndarray:
+        """Logits `(N, C)` of images whose modality, int64 `(N,)`, is known, or is of none."""
         device = next(self.model.parameters()).device
         data = centre_crop(images, self.experiment.data.image_size)
         client = self.as_client(samples(data, np.zeros(len(data), np.int64), [""] * len(data)), device)
-        return logits_in_batches(self.predictor, client, client.inputs, len(data), BATCH, self.shown(len(data)))
+        return logits_in_batches(self.predictor, client, client.inputs, len(data), BATCH, modality)
 
     def shown(self, count: int) -> Tensor | None:
         """The modality of `count` new images, int64 `(count,)` on the processor; None where it is not known."""
@@ -167,24 +181,68 @@ def _check_personal(folder: Path, client: str, which: Which, round: int) -> None
         )
 
 
-def predict(trained: TrainedModel, files: Sequence[Path]) -> list[dict[str, Any]]:
-    """For each image file its most probable class and the probability of every class.
+def predict(trained: TrainedModel, files: Sequence[Path], modality: str = "") -> list[dict[str, Any]]:
+    """For each image its most probable class and the probability of every class.
+
+    Where the prediction depends on the image's modality, an entry says of which the image was taken to be, and why.
+
+    Args:
+        trained: the model.
+        files: of images, or tables of them; see `new_images`.
+        modality: of all images of which no table says more; empty where it is not known.
 
     Raises:
-        InputError: a file is missing or does not decode; it is named.
+        InputError: a file is missing or does not decode; the model knows no such modality, or needs none.
     """
+    asked = new_images(files, modality, trained.experiment.data.columns)
+    numbers = _numbers(trained, asked, modality)
     opener, how = ImageOpener(), trained.experiment.data.decoding
-    images = np.stack([decode(ImageRef(file), how, opener) for file in files])
-    logits = torch.from_numpy(trained.logits(images))
+    images = np.stack([decode(new.image, how, opener) for new in asked])
+    logits = torch.from_numpy(trained.logits(images, numbers))
     return [
         {
-            "image": str(file),
+            "image": str(new.image),
             "label": trained.classes[int(row.argmax())],
             "probabilities": dict(zip(trained.classes, torch.softmax(row, 0).tolist(), strict=True)),
             "logits": row.tolist(),
+            **_taken(trained, new, number),
         }
-        for file, row in zip(files, logits, strict=True)
+        for new, number, row in zip(asked, numbers, logits, strict=True)
     ]
+
+
+def _numbers(trained: TrainedModel, asked: Sequence[NewImage], modality: str) -> list[int | None]:
+    """The modality of each image as an index into the model's; all None where the prediction depends on none."""
+    if trained.method.without_modality(trained.model):
+        _number(trained, modality, OPTION)  # it may be wrong though every row of a table has its own
+        return [_number(trained, new.modality, new.said_by) for new in asked]
+    if modality:
+        raise InputError(
+            f"{OPTION} {modality}: what this model ({trained.method.name}) predicts does not depend on the modality; "
+            "leave the option out"
+        )
+    return [None] * len(asked)
+
+
+def _number(trained: TrainedModel, modality: str, said_by: str) -> int | None:
+    """The index of a modality; that of the client's only one where nothing is said."""
+    if not modality:
+        return trained.modality
+    known = trained.model.modalities
+    if modality not in known:
+        raise InputError(f"{said_by} {modality}: the model knows no such modality (it has {', '.join(known)})")
+    return known.index(modality)
+
+
+def _taken(trained: TrainedModel, new: NewImage, number: int | None) -> dict[str, Any]:
+    """`modality`: its name, null where it is unknown, and how that is; nothing where no prediction depends on it."""
+    unknown = trained.method.without_modality(trained.model)
+    if not unknown:
+        return {}
+    if number is None:
+        return {"modality": {"name": None, "how": unknown}}
+    how = "as given" if new.modality else "the client's only one"
+    return {"modality": {"name": trained.model.modalities[number], "how": how}}
 
 
 def export(trained: TrainedModel, file: Path) -> None:

@@ -121,7 +121,16 @@ def merge_results(results: Sequence[Results]) -> Results:
     if ordered[0].get("held_out"):
         sites = ordered[0]["held_out"]
         merged["held_out"] = {name: _merged_client([result["held_out"][name] for result in ordered]) for name in sites}
+    if ordered[0].get("captions"):
+        merged["captions"] = _merged_captions([result["captions"] for result in ordered])
     return merged
+
+
+def _merged_captions(captions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What training had of captions: numbers as means of a run, and the figures with captions over all runs."""
+    counted = _mean_entries([{key: one[key] for key in ("captioned", "images", "coverage")} for one in captions])
+    told = [one["with_captions"] for one in captions]
+    return {**captions[0], **counted, "with_captions": _merged_models(told) if all(told) else None}
 
 
 def _check_mergeable(results: Sequence[Results]) -> None:
