@@ -30,6 +30,7 @@ from wardround.deploy.departures import departures
 from wardround.deploy.hospital import Hospital, open_hospital, own_captions
 from wardround.deploy.serving import prepare
 from wardround.errors import InputError
+from wardround.evaluation.results import merge_results
 from wardround.experiment import run
 from wardround.federation.rules import Owner
 from wardround.models.caption_fusion import CaptionedPool
@@ -220,8 +221,10 @@ def test_figures_with_captions_stand_apart(eyes: str, asked: list[str], tmp_path
     assert tensors[0] == tensors[1]
     assert told["clients"].keys() == set(CLIENTS)
     assert all(client["n_test"] == 6 for client in told["clients"].values())
-    run(captioned(captions__at_test=True, **keys), tmp_path / "True", resume=True)
-    assert figures(tmp_path / "True")["captions"]["with_captions"] == told
+    runs = [figures(tmp_path / "True") | {"seeds": [seed], "seconds": {}} for seed in (1, 2)]
+    merged = merge_results(runs)["captions"]
+    assert (merged["captioned"], merged["images"], merged["coverage"]) == (36, 36, 1.0)
+    assert merged["with_captions"]["clients"]["site-01"]["accuracy"] == told["clients"]["site-01"]["accuracy"] * 2
 
 
 # The same bits, and a run that goes on.

@@ -117,9 +117,9 @@ def test_a_step_minimises_the_task_loss_and_alpha_times_the_contrastive_loss() -
     cosines = (v @ t.T / 0.2).double().detach().numpy()
     contrast = -np.mean([row[j] - np.log(np.exp(row).sum()) for j, row in enumerate(cosines)])
     task = client.task_loss(step.logits, step.labels)
-    assert float(step.task_loss) == pytest.approx(float(task) + 0.3 * contrast, rel=1e-5)
+    assert step.task_loss.item() == pytest.approx(task.item() + 0.3 * contrast, rel=1e-5)
     assert client.log["caption_loss"] == pytest.approx(contrast, rel=1e-5)
-    assert float(FedAvg().loss(step)) == float(step.task_loss)
+    assert FedAvg().loss(step).item() == step.task_loss.item()
     with telling(client.model, step.captions):
         assert torch.equal(client.model(step.inputs), step.logits)
     assert not torch.allclose(client.model(step.inputs), step.logits)

@@ -125,6 +125,7 @@ def test_a_report_gets_its_defaults() -> None:
         "counts": {},
         "personal": None,
         "received": None,
+        "captioned": None,
     }
     assert told(examples=7) == expected
 
@@ -138,6 +139,7 @@ def test_a_full_report_is_unchanged() -> None:
         "counts": {"prototype/0": 5},
         "personal": evaluation(0.75),
         "received": evaluation(None),
+        "captioned": evaluation(0.25)["test"],
     }
     assert told(**full) == full
 
